@@ -1,0 +1,3 @@
+//! PID 1 of a bantam guest
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! Memory layouts, boot protocols and CPU policy per architecture

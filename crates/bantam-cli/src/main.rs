@@ -1,0 +1,3 @@
+//! The bantam command-line program, a thin skin over the bantam library
+
+fn main() {}

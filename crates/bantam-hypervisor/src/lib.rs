@@ -1,0 +1,1 @@
+//! Hypervisor traits and backends

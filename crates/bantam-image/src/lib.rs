@@ -1,0 +1,1 @@
+//! OCI images: references, registries, content store and layers to EROFS

@@ -1,0 +1,1 @@
+//! Host-guest messages: pure encoding and decoding, no I/O

@@ -1,0 +1,1 @@
+//! Virtio devices and their transports (mmio, vhost-user)

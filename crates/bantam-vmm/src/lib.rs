@@ -1,0 +1,1 @@
+//! One virtual machine: engines, boot, vCPU threads and device wiring
