@@ -1,0 +1,112 @@
+//! The control stream: one for each guest, for as long as the guest lives.
+
+use serde::{Deserialize, Serialize};
+
+use crate::frame::{encode_bytes, encode_value};
+use crate::{Error, Frame, Kind};
+
+/// What the guest says on the control stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GuestControl {
+    /// The root filesystem is ready and the exec port is open.
+    Hello(Hello),
+    /// The boot failed; the text names the step. The guest powers off.
+    BootFailed(String),
+    /// [`HostControl::Shutdown`] was obeyed up to the power-off, which comes next.
+    ShuttingDown,
+}
+
+/// The first message of a guest that booted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`PROTOCOL_VERSION`](crate::PROTOCOL_VERSION) of the agent.
+    pub protocol_version: u32,
+    /// The agent's own version.
+    pub agent_version: String,
+    /// The kernel's release, as `uname -r` shows it.
+    pub kernel_release: String,
+    /// When the steps of the boot happened.
+    pub timings: BootTimings,
+}
+
+/// Moments of the boot in nanoseconds of the guest's monotonic clock, which
+/// starts with its kernel.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BootTimings {
+    /// The first instruction of the agent's `main`.
+    pub init_ns: u64,
+    /// The root filesystem is mounted and switched to.
+    pub rootfs_ns: u64,
+    /// The control stream is connected and `Hello` about to be written.
+    pub hello_ns: u64,
+}
+
+impl GuestControl {
+    /// The message as one frame.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] when a text is longer than its frame may be.
+    pub fn encode(&self) -> Result<Vec<u8>, Error> {
+        match self {
+            Self::Hello(hello) => encode_value(Kind::Hello, hello),
+            Self::BootFailed(message) => encode_value(Kind::BootFailed, message),
+            Self::ShuttingDown => encode_bytes(Kind::ShuttingDown, &[]),
+        }
+    }
+
+    /// The message in `frame`.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`], or [`Error::Unexpected`] when it is not one a guest sends here.
+    pub fn decode(frame: &Frame<'_>) -> Result<Self, Error> {
+        match frame.kind {
+            Kind::Hello => frame.parse().map(Self::Hello),
+            Kind::BootFailed => frame.parse().map(Self::BootFailed),
+            Kind::ShuttingDown => frame.empty(Self::ShuttingDown),
+            kind => Err(Error::Unexpected(kind)),
+        }
+    }
+}
+
+/// What the host says on the control stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HostControl {
+    /// The answer to `Hello`. The guest takes exec streams only after it.
+    Configure(Configure),
+    /// End every process, write everything back, power off.
+    Shutdown,
+}
+
+/// What a guest cannot know by itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Configure {
+    /// The guest's host name; must resolve to the loopback address inside.
+    pub hostname: String,
+    /// The wall clock: nanoseconds since 1970-01-01 00:00 UTC.
+    pub wall_clock_ns: u64,
+}
+
+impl HostControl {
+    /// The message as one frame.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] when a text is longer than its frame may be.
+    pub fn encode(&self) -> Result<Vec<u8>, Error> {
+        match self {
+            Self::Configure(configure) => encode_value(Kind::Configure, configure),
+            Self::Shutdown => encode_bytes(Kind::Shutdown, &[]),
+        }
+    }
+
+    /// The message in `frame`.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`], or [`Error::Unexpected`] when it is not one a host sends here.
+    pub fn decode(frame: &Frame<'_>) -> Result<Self, Error> {
+        match frame.kind {
+            Kind::Configure => frame.parse().map(Self::Configure),
+            Kind::Shutdown => frame.empty(Self::Shutdown),
+            kind => Err(Error::Unexpected(kind)),
+        }
+    }
+}
