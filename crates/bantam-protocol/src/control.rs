@@ -10,9 +10,11 @@ use crate::{Error, Frame, Kind};
 pub enum GuestControl {
     /// The root filesystem is ready and the exec port is open.
     Hello(Hello),
-    /// The boot failed; the text names the step. The guest powers off.
+    /// The boot failed; the text names the step. The guest powers off. It can
+    /// follow `Hello`: what no one needs to see in order to connect comes after it.
     BootFailed(String),
-    /// [`HostControl::Shutdown`] was obeyed up to the power-off, which comes next.
+    /// Every process has ended and everything is written back. The guest powers
+    /// off when the host hangs up, or soon after by itself.
     ShuttingDown,
 }
 
@@ -73,8 +75,12 @@ impl GuestControl {
 pub enum HostControl {
     /// The answer to `Hello`. The guest takes exec streams only after it.
     Configure(Configure),
-    /// End every process, write everything back, power off.
-    Shutdown,
+    /// End every process, write everything back, power off. Processes get
+    /// SIGTERM, and SIGKILL when the grace is over.
+    Shutdown {
+        /// Milliseconds between the two signals; 0 sends SIGKILL at once.
+        grace_ms: u32,
+    },
 }
 
 /// What a guest cannot know by itself.
@@ -94,7 +100,7 @@ impl HostControl {
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
         match self {
             Self::Configure(configure) => encode_value(Kind::Configure, configure),
-            Self::Shutdown => encode_bytes(Kind::Shutdown, &[]),
+            Self::Shutdown { grace_ms } => encode_value(Kind::Shutdown, grace_ms),
         }
     }
 
@@ -105,7 +111,7 @@ impl HostControl {
     pub fn decode(frame: &Frame<'_>) -> Result<Self, Error> {
         match frame.kind {
             Kind::Configure => frame.parse().map(Self::Configure),
-            Kind::Shutdown => frame.empty(Self::Shutdown),
+            Kind::Shutdown => frame.parse().map(|grace_ms| Self::Shutdown { grace_ms }),
             kind => Err(Error::Unexpected(kind)),
         }
     }

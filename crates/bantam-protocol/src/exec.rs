@@ -2,10 +2,16 @@
 //!
 //! A command: `Exec`, then `Stdin`… `StdinEof`, `Resize`, `Signal`, `Kill` in any
 //! order; the guest answers `StartFailed`, or `Started`, `Stdout`/`Stderr`…, `Exit`.
-//! A host that hangs up before `Exit` kills everything the command started.
+//! A host that hangs up, even in one direction, before `Exit` kills everything the
+//! command started. What a finished command left running in the background stays.
 //!
-//! Writing a file: `WriteFile`, `Stdin`…, `StdinEof`; the guest answers `FileDone`
-//! or `FileFailed`. Reading: `ReadFile`; the guest answers `FileOpened`, `Stdout`…,
+//! Standard input has a window of its own, so that a command that does not read
+//! never keeps a `Signal` or a `Kill` from being seen: the host may have sent at most
+//! [`STDIN_WINDOW`](crate::STDIN_WINDOW) bytes of `Stdin` more than the guest has
+//! returned with `StdinCredit`. After `StdinClosed` no one reads; sending on is harmless.
+//!
+//! Writing a file: `WriteFile`, `Stdin`…, `StdinEof`, without a window; the guest
+//! answers `FileDone` or `FileFailed`. Reading: `ReadFile`; the guest answers `FileOpened`, `Stdout`…,
 //! `FileDone`, or `FileFailed` at any point. The last message ends the stream.
 
 use serde::{Deserialize, Serialize};
@@ -140,6 +146,10 @@ pub enum GuestExec<'a> {
     Stdout(&'a [u8]),
     /// Bytes of standard error.
     Stderr(&'a [u8]),
+    /// The command took so many bytes of its standard input; as many more may be sent.
+    StdinCredit(u32),
+    /// The command closed its standard input: nothing sent there will be read.
+    StdinClosed,
     /// The command ended, and all it had written was sent; nothing follows.
     Exit(Exit),
     /// The file to read is open; its bytes follow.
@@ -244,6 +254,8 @@ impl<'a> GuestExec<'a> {
             Self::StartFailed(failure) => encode_value(Kind::StartFailed, failure),
             Self::Stdout(bytes) => encode_bytes(Kind::Stdout, bytes),
             Self::Stderr(bytes) => encode_bytes(Kind::Stderr, bytes),
+            Self::StdinCredit(bytes) => encode_value(Kind::StdinCredit, bytes),
+            Self::StdinClosed => encode_bytes(Kind::StdinClosed, &[]),
             Self::Exit(exit) => encode_value(Kind::Exit, exit),
             Self::FileOpened(info) => encode_value(Kind::FileOpened, info),
             Self::FileDone => encode_bytes(Kind::FileDone, &[]),
@@ -261,6 +273,8 @@ impl<'a> GuestExec<'a> {
             Kind::StartFailed => frame.parse().map(Self::StartFailed),
             Kind::Stdout => Ok(Self::Stdout(frame.payload)),
             Kind::Stderr => Ok(Self::Stderr(frame.payload)),
+            Kind::StdinCredit => frame.parse().map(Self::StdinCredit),
+            Kind::StdinClosed => frame.empty(Self::StdinClosed),
             Kind::Exit => frame.parse().map(Self::Exit),
             Kind::FileOpened => frame.parse().map(Self::FileOpened),
             Kind::FileDone => frame.empty(Self::FileDone),

@@ -18,7 +18,7 @@ pub enum Kind {
     ShuttingDown = 0x03,
     /// Host to guest, control: [`Configure`](crate::Configure).
     Configure = 0x10,
-    /// Host to guest, control: stop everything and power off; empty.
+    /// Host to guest, control: stop everything and power off; the grace in milliseconds.
     Shutdown = 0x11,
     /// Host to guest, first on its stream: [`ExecRequest`](crate::ExecRequest).
     Exec = 0x20,
@@ -52,10 +52,14 @@ pub enum Kind {
     FileDone = 0x36,
     /// Guest to host, last: [`FileFailure`](crate::FileFailure).
     FileFailed = 0x37,
+    /// Guest to host: how many more bytes of standard input may be sent.
+    StdinCredit = 0x38,
+    /// Guest to host: the command closed its standard input; empty.
+    StdinClosed = 0x39,
 }
 
 impl Kind {
-    const ALL: [Self; 21] = [
+    const ALL: [Self; 23] = [
         Self::Hello,
         Self::BootFailed,
         Self::ShuttingDown,
@@ -77,6 +81,8 @@ impl Kind {
         Self::FileOpened,
         Self::FileDone,
         Self::FileFailed,
+        Self::StdinCredit,
+        Self::StdinClosed,
     ];
 
     /// Most bytes a payload of this kind may have.

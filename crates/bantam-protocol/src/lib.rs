@@ -43,6 +43,10 @@ pub const GUEST_EXEC_PORT: u32 = 1025;
 /// Most bytes in a data frame ([`Kind::Stdin`], [`Kind::Stdout`], [`Kind::Stderr`]).
 pub const MAX_DATA_LEN: usize = 64 << 10;
 
+/// Bytes of standard input a host may send before the guest returns credit with
+/// [`GuestExec::StdinCredit`].
+pub const STDIN_WINDOW: usize = 256 << 10;
+
 /// Most bytes in a request: as much as `execve` takes for arguments and
 /// environment together under Linux's default 8 MiB stack limit.
 pub const MAX_REQUEST_LEN: usize = 2 << 20;

@@ -152,6 +152,8 @@ fn every_other_message_survives_the_wire() {
         }),
         GuestExec::Stdout(b"out"),
         GuestExec::Stderr(b""),
+        GuestExec::StdinCredit(65_536),
+        GuestExec::StdinClosed,
         GuestExec::Exit(Exit {
             status: ExitStatus::Signaled(9),
             timed_out: true,
@@ -194,7 +196,7 @@ fn every_other_message_survives_the_wire() {
             hostname: "box".into(),
             wall_clock_ns: 1_700_000_000_000_000_000,
         }),
-        HostControl::Shutdown,
+        HostControl::Shutdown { grace_ms: 2_000 },
     ];
     for message in control {
         let bytes = message.encode().unwrap();
