@@ -1,0 +1,83 @@
+//! The guest artefacts: kernel and initramfs, where the library finds them.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use crate::cpio::{Archive, Entry, TooLarge};
+use crate::error::{Error, Result};
+use crate::host;
+use crate::kernel::{GUEST, Options};
+use crate::progress::Progress;
+
+/// The agent runs on a bare kernel, so it links everything statically.
+const AGENT_TARGET: &str = "x86_64-unknown-linux-gnu";
+const AGENT_FLAGS: &str = "-C target-feature=+crt-static -C relocation-model=static";
+
+/// The folder with `vmlinux` and `initramfs.cpio`; the library looks beside
+/// the program's folder.
+pub(crate) fn dir() -> PathBuf {
+    host::target_dir().join("guest")
+}
+
+/// Builds what is missing or out of date and returns the folder.
+pub(crate) fn build(options: Options, progress: &Progress) -> Result<PathBuf> {
+    let agent = build_agent(progress)?;
+    let kernel = GUEST.build(options, progress)?;
+    let dir = dir();
+    host::create_dir(&dir)?;
+    let initramfs = initramfs(&host::read(&agent)?)
+        .map_err(|TooLarge| Error::other("the agent does not fit into an initramfs"))?;
+    host::write_atomic(&dir.join("initramfs.cpio"), &initramfs)?;
+    install_if_changed(&kernel.vmlinux, &dir.join("vmlinux"))?;
+    Ok(dir)
+}
+
+/// The agent's program, built for the guest.
+fn build_agent(progress: &Progress) -> Result<PathBuf> {
+    progress.update("agent", "building".to_owned());
+    // A target folder of its own: other flags, so nothing could be shared,
+    // and cargo's lock on the main one stays free.
+    let target_dir = host::target_dir().join("agent");
+    let mut cargo = host::cargo();
+    cargo
+        .args(["build", "--quiet", "--package", "bantam-agent"])
+        .args(["--profile", "agent", "--target", AGENT_TARGET])
+        .arg("--target-dir")
+        .arg(&target_dir)
+        .env("RUSTFLAGS", AGENT_FLAGS)
+        .env_remove("CARGO_ENCODED_RUSTFLAGS")
+        .stdin(Stdio::null());
+    host::run(&mut cargo)?;
+    let agent = target_dir.join(AGENT_TARGET).join("agent/bantam-agent");
+    let size = std::fs::metadata(&agent)
+        .map_err(Error::file("reading", &agent))?
+        .len();
+    progress.finish("agent", &format!("{} KiB, static", size / 1024));
+    Ok(agent)
+}
+
+/// The first root file system of a guest: the agent as PID 1, a console for
+/// what it says before devtmpfs is there, and the mount points it needs.
+fn initramfs(agent: &[u8]) -> std::result::Result<Vec<u8>, TooLarge> {
+    let mut archive = Archive::default();
+    for dir in ["dev", "proc", "sys"] {
+        archive.add(dir, &Entry::Dir)?;
+    }
+    archive.add("dev/console", &Entry::Device { major: 5, minor: 1 })?;
+    let init = Entry::File {
+        data: agent,
+        mode: 0o755,
+    };
+    archive.add("init", &init)?;
+    archive.finish()
+}
+
+/// Copies unless the file is there already, so that its time stays.
+fn install_if_changed(from: &Path, to: &Path) -> Result<()> {
+    let same = std::fs::read(to).is_ok_and(|old| std::fs::read(from).is_ok_and(|new| old == new));
+    if same {
+        Ok(())
+    } else {
+        host::copy_atomic(from, to)
+    }
+}
