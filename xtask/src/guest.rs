@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::thread;
 
 use crate::cpio::{Archive, Entry, TooLarge};
 use crate::error::{Error, Result};
@@ -21,8 +22,13 @@ pub(crate) fn dir() -> PathBuf {
 
 /// Builds what is missing or out of date and returns the folder.
 pub(crate) fn build(options: Options, progress: &Progress) -> Result<PathBuf> {
-    let agent = build_agent(progress)?;
-    let kernel = GUEST.build(options, progress)?;
+    let (agent, kernel) = thread::scope(|scope| {
+        let agent = scope.spawn(|| build_agent(progress));
+        let kernel = GUEST.build(options, progress);
+        (agent.join(), kernel)
+    });
+    let agent = agent.unwrap_or_else(|_| Err(Error::other("building the agent panicked")))?;
+    let kernel = kernel?;
     let dir = dir();
     host::create_dir(&dir)?;
     let initramfs = initramfs(&host::read(&agent)?)

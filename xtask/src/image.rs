@@ -197,7 +197,7 @@ fn entry<W: io::Write>(
 }
 
 /// A statically linked program of this machine.
-fn static_program(name: &str, package: &str) -> Result<PathBuf> {
+pub(crate) fn static_program(name: &str, package: &str) -> Result<PathBuf> {
     ["/bin", "/usr/bin"]
         .iter()
         .map(|dir| Path::new(dir).join(name))

@@ -1,16 +1,22 @@
 //! Developer commands. `cargo xtask --help` lists them.
 
 mod cpio;
+mod demo;
 mod error;
 mod guest;
 mod host;
 mod image;
+mod install;
 mod kernel;
+mod libtest;
 mod oci;
 mod progress;
+mod rig;
 mod setup;
+mod test;
 
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -30,6 +36,16 @@ struct Args {
 enum Task {
     /// Install the Debian packages that the other commands need
     Setup(setup::SetupArgs),
+    /// From a fresh clone to a command's output in a microVM
+    Demo {
+        /// Do not ask before installing packages
+        #[arg(long, short)]
+        yes: bool,
+    },
+    /// Every check and test; the last line is `N passed, N failed, N skipped`
+    Test(test::TestArgs),
+    /// Build kernel, agent and initramfs into target/guest
+    Guest,
     /// Build the guest kernel (cached by source, configuration and compiler)
     Kernel {
         /// Build even when the cache has it
@@ -39,12 +55,22 @@ enum Task {
         #[arg(long)]
         keep: bool,
     },
-    /// Build kernel, agent and initramfs into target/guest
-    Guest,
     /// Make a test image (OCI archive, from Debian's packages) and print its path
     Image {
         /// Which one
         which: image::Which,
+    },
+    /// Run a command in the nested rig: an emulated machine with a real /dev/kvm
+    ///
+    /// The command sees this repository, the target folder and bantam's cache
+    /// at their own paths, read-only. Its stdout, stderr and exit code are this
+    /// command's.
+    Rig(rig::RigArgs),
+    /// Build and install the program and its guest for this user
+    Install {
+        /// Where to: PREFIX/bin and PREFIX/share (default: ~/.local)
+        #[arg(long)]
+        prefix: Option<PathBuf>,
     },
 }
 
@@ -61,6 +87,9 @@ fn main() -> ExitCode {
 fn run(task: Task) -> Result<ExitCode> {
     match task {
         Task::Setup(args) => setup::command(args)?,
+        Task::Demo { yes } => return demo::run(yes),
+        Task::Test(args) => return test::run(&args),
+        Task::Install { prefix } => install::run(prefix)?,
         Task::Kernel { force, keep } => {
             let options = kernel::Options { force, keep };
             let built = kernel::GUEST.build(options, &Progress::new())?;
@@ -69,6 +98,15 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Guest => {
             let dir = guest::build(kernel::Options::default(), &Progress::new())?;
             say(&format!("guest artefacts in {}", dir.display()));
+        }
+        Task::Rig(args) => {
+            let outcome = rig::run(
+                &args,
+                std::io::stdout(),
+                std::io::stderr(),
+                &Progress::new(),
+            )?;
+            return Ok(ExitCode::from(outcome.code));
         }
         Task::Image { which } => {
             let path = image::make(which, &Progress::new())?;
