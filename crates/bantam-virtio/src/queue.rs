@@ -65,7 +65,7 @@ impl SharedCursor {
         }
     }
 
-    fn set(&self, at: QueueCursor) {
+    pub(crate) fn set(&self, at: QueueCursor) {
         let packed = u32::from(at.next_avail) | u32::from(at.next_used) << 16;
         self.0.store(packed, Ordering::Release);
     }

@@ -48,12 +48,15 @@ pub(crate) fn event_from_file(file: File) -> io::Result<EventFd> {
 pub(crate) struct Interest {
     pub(crate) readable: bool,
     pub(crate) writable: bool,
+    /// Told about each change once, rather than for as long as the descriptor is ready.
+    pub(crate) edge: bool,
 }
 
 impl Interest {
     pub(crate) const READ: Interest = Interest {
         readable: true,
         writable: false,
+        edge: false,
     };
 
     fn flags(self) -> epoll::EventFlags {
@@ -63,6 +66,9 @@ impl Interest {
         }
         if self.writable {
             flags |= epoll::EventFlags::OUT;
+        }
+        if self.edge {
+            flags |= epoll::EventFlags::ET;
         }
         flags
     }
@@ -78,7 +84,7 @@ pub(crate) struct Readiness {
     pub(crate) hung_up: bool,
 }
 
-/// Level-triggered readiness of a set of descriptors. A descriptor leaves the set when removed or
+/// Readiness of a set of descriptors. A descriptor leaves the set when removed or
 /// when its last copy is closed.
 pub(crate) struct Poller {
     epoll: OwnedFd,

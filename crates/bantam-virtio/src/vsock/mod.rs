@@ -5,9 +5,12 @@
 //! scheme of §5.10.6.3. A half-close passes in both directions. What the guest sent before it closed
 //! or reset a connection reaches the host's stream; after that the stream is at its end.
 
+mod connection;
 mod host;
 mod muxer;
+mod packet;
 
+pub use connection::{ConnectionState, Phase};
 pub use host::{Vsock, VsockListener};
 
 use std::sync::Arc;

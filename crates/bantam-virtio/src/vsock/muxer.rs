@@ -1,14 +1,584 @@
-//! stub
-use super::host::Shared;
-use crate::worker::Stop;
-use crate::{ActiveQueue, Result};
+//! The worker: moves packets between the rings and the connections.
+//!
+//! One pass does a bounded amount of work in each direction and interrupts the driver once for each
+//! ring. Whoever has something for the guest stands in `line`, once, and is served in turn, a burst
+//! at a time. When the guest posts no receive buffers, answers pile up only to a cap, after which the
+//! transmit ring is left alone until there is room: the guest slows down itself and nobody else.
+
+use std::collections::{HashMap, VecDeque};
 use std::io;
-pub(super) struct Rings;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::connection::{Connection, Phase};
+use super::host::Shared;
+use super::packet::{HEADER_LEN, Header, TYPE_STREAM, op};
+use super::{HOST_CID, MAX_CONNECTIONS, NAME};
+use crate::sys::{self, Interest, Poller};
+use crate::worker::Stop;
+use crate::{ActiveQueue, Chain, Error, GuestRam, Result};
+
+/// Chains of one ring handled in a pass.
+const BATCH: usize = 64;
+/// Receive buffers filled by one read of a stream: 128 KiB with Linux's 4 KiB buffers.
+const MAX_BURST: usize = 32;
+/// Resets waiting for receive buffers before the transmit ring is left alone.
+const MAX_REPLIES: usize = 256;
+/// Host ports of connections that the host opens start here, above what a listener would choose.
+const FIRST_EPHEMERAL_PORT: u32 = 1 << 30;
+
+const STOP: u64 = u64::MAX;
+const WAKE: u64 = u64::MAX - 1;
+const RX_KICK: u64 = u64::MAX - 2;
+const TX_KICK: u64 = u64::MAX - 3;
+
+/// The device's rings.
+pub(super) struct Rings {
+    rx: ActiveQueue,
+    tx: ActiveQueue,
+    /// The event ring, if this transport gives it to us. There is no event to send: a guest learns
+    /// of a transport reset (§5.10.6.7) only after migration.
+    _event: Option<ActiveQueue>,
+}
+
 impl Rings {
-    pub(super) fn new(_q: Vec<ActiveQueue>) -> Result<Rings> {
-        Ok(Rings)
+    pub(super) fn new(queues: Vec<ActiveQueue>) -> Result<Rings> {
+        let (mut rx, mut tx, mut event) = (None, None, None);
+        for queue in queues {
+            match queue.index() {
+                0 => rx = Some(queue),
+                1 => tx = Some(queue),
+                _ => event = Some(queue),
+            }
+        }
+        let missing = |index| Error::MissingQueue {
+            device: NAME,
+            index,
+        };
+        Ok(Rings {
+            rx: rx.ok_or_else(|| missing(0))?,
+            tx: tx.ok_or_else(|| missing(1))?,
+            _event: event,
+        })
     }
 }
-pub(super) fn run(_stop: &Stop, _rings: Rings, _shared: &Shared, _cid: u64) -> io::Result<()> {
-    Ok(())
+
+/// Serves `rings` until stopped.
+pub(super) fn run(stop: &Stop, rings: Rings, shared: &Shared, guest_cid: u64) -> io::Result<()> {
+    let mut muxer = Muxer::new(rings, shared, guest_cid)?;
+    muxer
+        .poller
+        .add(sys::event_as_fd(stop.event()), STOP, Interest::READ)?;
+    muxer.open_connections();
+    let mut ready = Vec::new();
+    let mut more = muxer.pass();
+    loop {
+        ready.clear();
+        let timeout = more.then_some(Duration::ZERO);
+        muxer.poller.wait(&mut ready, timeout)?;
+        if stop.requested() {
+            muxer.finish();
+            return Ok(());
+        }
+        for event in &ready {
+            match event.token {
+                STOP => {}
+                WAKE => {
+                    sys::drain(shared.wake())?;
+                    muxer.open_connections();
+                }
+                RX_KICK => muxer.kicked(RX_KICK, event.hung_up)?,
+                TX_KICK => muxer.kicked(TX_KICK, event.hung_up)?,
+                id => muxer.stream_ready(id, event)?,
+            }
+        }
+        more = muxer.pass();
+    }
+}
+
+struct Muxer<'a> {
+    rx: ActiveQueue,
+    tx: ActiveQueue,
+    _event: Option<ActiveQueue>,
+    memory: Arc<GuestRam>,
+    shared: &'a Shared,
+    guest_cid: u64,
+    poller: Poller,
+    connections: HashMap<u64, Connection>,
+    /// Connections that the guest knows, by host port and guest port.
+    by_ports: HashMap<(u32, u32), u64>,
+    /// Connections that have something for the guest, each once.
+    line: VecDeque<u64>,
+    /// Resets for the guest that belong to no connection (any more).
+    replies: VecDeque<Header>,
+    next_id: u64,
+    next_port: u32,
+    /// There was something for the guest and no receive buffer for it.
+    starved: bool,
+}
+
+impl<'a> Muxer<'a> {
+    fn new(rings: Rings, shared: &'a Shared, guest_cid: u64) -> io::Result<Muxer<'a>> {
+        let Rings { rx, tx, _event } = rings;
+        let poller = Poller::new()?;
+        poller.add(sys::event_as_fd(shared.wake()), WAKE, Interest::READ)?;
+        poller.add(sys::event_as_fd(rx.kick()), RX_KICK, Interest::READ)?;
+        poller.add(sys::event_as_fd(tx.kick()), TX_KICK, Interest::READ)?;
+        Ok(Muxer {
+            memory: rx.memory().clone(),
+            rx,
+            tx,
+            _event,
+            shared,
+            guest_cid,
+            poller,
+            connections: HashMap::new(),
+            by_ports: HashMap::new(),
+            line: VecDeque::new(),
+            replies: VecDeque::new(),
+            next_id: 0,
+            next_port: FIRST_EPHEMERAL_PORT,
+            starved: false,
+        })
+    }
+
+    /// One bounded pass over both rings. True if there is more to do right away.
+    fn pass(&mut self) -> bool {
+        self.tx.disable_kicks();
+        self.rx.disable_kicks();
+        let tx_full = self.serve_tx(BATCH);
+        let rx_full = self.serve_rx(BATCH);
+        self.tx.notify();
+        self.rx.notify();
+        if tx_full || rx_full {
+            return true;
+        }
+        // Without room for answers the transmit ring waits for receive buffers; with news for the
+        // guest and no buffer, a kick of the receive ring is wanted, and not otherwise.
+        let tx_more = self.may_reply() && self.tx.enable_kicks();
+        let rx_more = self.starved && self.rx.enable_kicks();
+        tx_more || rx_more
+    }
+
+    /// The device stops: what the guest sent so far still goes to the host, once.
+    fn finish(&mut self) {
+        let size = usize::from(self.tx.state().size);
+        self.serve_tx(size);
+    }
+
+    fn kicked(&mut self, token: u64, hung_up: bool) -> io::Result<()> {
+        let queue = if token == RX_KICK {
+            &mut self.rx
+        } else {
+            &mut self.tx
+        };
+        if hung_up || sys::drain(queue.kick()).is_err() {
+            queue.mark_broken(&"its kick descriptor failed");
+            self.poller.remove(sys::event_as_fd(queue.kick()))?;
+        }
+        Ok(())
+    }
+
+    /// A host's stream changed.
+    fn stream_ready(&mut self, id: u64, event: &sys::Readiness) -> io::Result<()> {
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return Ok(());
+        };
+        if event.writable {
+            connection.flush();
+            if !connection.has_backlog() {
+                let interest = connection.interest();
+                self.poller.modify(connection.stream(), id, interest)?;
+            }
+        }
+        if event.readable {
+            connection.readable = true;
+        }
+        if event.hung_up {
+            connection.host_hung_up();
+        }
+        self.settle(id);
+        Ok(())
+    }
+
+    /// Opens what the host asked for.
+    fn open_connections(&mut self) {
+        while let Some(connect) = self.shared.next_connect() {
+            if self.connections.len() >= MAX_CONNECTIONS {
+                tracing::warn!(
+                    port = connect.guest_port,
+                    "too many vsock connections; not connecting"
+                );
+                continue;
+            }
+            let host_port = self.free_port(connect.guest_port);
+            let connection = Connection::to_guest(host_port, connect.guest_port, connect.stream);
+            if let Err(error) = self.insert(connection) {
+                tracing::warn!(%error, "watching a vsock stream; not connecting");
+            }
+        }
+    }
+
+    fn free_port(&mut self, guest_port: u32) -> u32 {
+        // Ends: there are far more ports than connections.
+        loop {
+            let port = self.next_port;
+            self.next_port = port.checked_add(1).unwrap_or(FIRST_EPHEMERAL_PORT);
+            if !self.by_ports.contains_key(&(port, guest_port)) {
+                return port;
+            }
+        }
+    }
+
+    fn insert(&mut self, connection: Connection) -> io::Result<()> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let ports = (connection.state.host_port, connection.state.guest_port);
+        self.poller
+            .add(connection.stream(), id, connection.interest())?;
+        self.connections.insert(id, connection);
+        self.by_ports.insert(ports, id);
+        self.settle(id);
+        Ok(())
+    }
+
+    /// After a change: has the connection stand in line if it has news, and forgets it if it is
+    /// over.
+    fn settle(&mut self, id: u64) {
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
+        if connection.state.phase == Phase::Draining {
+            if !connection.has_backlog() {
+                self.connections.remove(&id);
+            }
+        } else if !connection.in_line && connection.has_news() {
+            connection.in_line = true;
+            self.line.push_back(id);
+        }
+    }
+
+    /// Ends a connection for the guest.
+    fn end(&mut self, id: u64) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            let ports = (connection.state.host_port, connection.state.guest_port);
+            self.by_ports.remove(&ports);
+            connection.drain();
+            self.settle(id);
+        }
+    }
+
+    fn may_reply(&self) -> bool {
+        self.replies.len() < MAX_REPLIES
+    }
+
+    /// Takes up to `budget` packets from the guest. True if there may be more.
+    fn serve_tx(&mut self, budget: usize) -> bool {
+        for _ in 0..budget {
+            if !self.may_reply() {
+                return false;
+            }
+            let Some(chain) = self.tx.pop() else {
+                return false;
+            };
+            self.receive(&chain);
+            self.tx.push_used(chain, 0);
+        }
+        true
+    }
+
+    fn receive(&mut self, chain: &Chain) {
+        let mut bytes = [0; HEADER_LEN as usize];
+        if chain.readable().read_at(&self.memory, 0, &mut bytes) < bytes.len() {
+            return;
+        }
+        let header = Header::decode(&bytes);
+        if header.src_cid != self.guest_cid {
+            tracing::debug!(
+                cid = header.src_cid,
+                "dropping a packet with a false sender"
+            );
+            return;
+        }
+        let payload = chain.readable().len() - HEADER_LEN;
+        if header.dst_cid != HOST_CID || header.kind != TYPE_STREAM || header.len > payload {
+            self.reply_reset(&header);
+            return;
+        }
+        let ports = (header.dst_port, header.src_port);
+        let Some(&id) = self.by_ports.get(&ports) else {
+            if header.op == op::REQUEST {
+                self.requested(&header);
+            } else {
+                self.reply_reset(&header);
+            }
+            return;
+        };
+        self.dispatch(id, &header, chain);
+    }
+
+    /// A packet of a connection we know.
+    fn dispatch(&mut self, id: u64, header: &Header, chain: &Chain) {
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
+        connection.take_credit(header);
+        let outcome = match header.op {
+            op::RESPONSE => connection.accepted(),
+            op::RW => {
+                let mut slices = Vec::with_capacity(4);
+                chain
+                    .readable()
+                    .slices(&self.memory, HEADER_LEN, header.len, &mut slices);
+                let had_backlog = connection.has_backlog();
+                let received = connection.receive(header.len, &slices);
+                if !had_backlog && connection.has_backlog() {
+                    let interest = connection.interest();
+                    if let Err(error) = self.poller.modify(connection.stream(), id, interest) {
+                        tracing::error!(%error, "watching a vsock stream");
+                    }
+                }
+                received
+            }
+            op::CREDIT_UPDATE => Ok(()),
+            op::CREDIT_REQUEST => {
+                connection.owe_credit_update();
+                Ok(())
+            }
+            op::SHUTDOWN => {
+                if connection.guest_shut(header.flags) {
+                    // The guest waits for this before it forgets the connection.
+                    self.reply_reset(header);
+                    self.end(id);
+                    return;
+                }
+                Ok(())
+            }
+            op::RST => {
+                self.end(id);
+                return;
+            }
+            _ => Err(super::connection::Violation("an operation out of place")),
+        };
+        match outcome {
+            Ok(()) => self.settle(id),
+            Err(violation) => {
+                tracing::debug!(
+                    host_port = header.dst_port,
+                    guest_port = header.src_port,
+                    reason = violation.0,
+                    "resetting a vsock connection"
+                );
+                self.reply_reset(header);
+                self.end(id);
+            }
+        }
+    }
+
+    /// The guest asks for a connection.
+    fn requested(&mut self, header: &Header) {
+        if let Err(error) = self.accept(header) {
+            tracing::debug!(port = header.dst_port, %error, "refusing a vsock connection");
+            self.reply_reset(header);
+        }
+    }
+
+    fn accept(&mut self, header: &Header) -> io::Result<()> {
+        if !self.shared.is_listening(header.dst_port) {
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
+        if self.connections.len() >= MAX_CONNECTIONS {
+            return Err(io::ErrorKind::QuotaExceeded.into());
+        }
+        let (ours, theirs) = UnixStream::pair()?;
+        ours.set_nonblocking(true)?;
+        if !self.shared.offer(header.dst_port, theirs) {
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
+        self.insert(Connection::from_guest(header, ours))
+    }
+
+    fn reply_reset(&mut self, header: &Header) {
+        if header.op != op::RST {
+            self.replies.push_back(header.reset_reply());
+        }
+    }
+
+    /// Fills up to about `budget` receive buffers. True if there may be more to send.
+    fn serve_rx(&mut self, budget: usize) -> bool {
+        self.starved = false;
+        let mut used = 0;
+        while used < budget {
+            if let Some(reply) = self.replies.front().copied() {
+                let Some(chain) = self.pop_rx(&mut used) else {
+                    return false;
+                };
+                self.replies.pop_front();
+                self.send(chain, &reply);
+                continue;
+            }
+            let Some(id) = self.line.pop_front() else {
+                return false;
+            };
+            let Some(connection) = self.connections.get_mut(&id) else {
+                continue;
+            };
+            connection.in_line = false;
+            if connection.owes() {
+                let Some(chain) = self.pop_rx(&mut used) else {
+                    self.first_in_line(id);
+                    return false;
+                };
+                self.send_owed(id, chain);
+            } else if connection.has_sendable_data() && !self.send_data(id, &mut used) {
+                self.first_in_line(id);
+                return false;
+            }
+            self.settle(id);
+        }
+        true
+    }
+
+    fn first_in_line(&mut self, id: u64) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.in_line = true;
+            self.line.push_front(id);
+        }
+    }
+
+    /// A receive buffer with room for a header at least; others go back unused.
+    fn pop_rx(&mut self, used: &mut usize) -> Option<Chain> {
+        // Bounded by the ring's size, like everything that waits in it.
+        let size = self.rx.state().size;
+        for _ in 0..size {
+            let Some(chain) = self.rx.pop() else { break };
+            *used += 1;
+            if chain.writable().len() > HEADER_LEN {
+                return Some(chain);
+            }
+            self.rx.push_used(chain, 0);
+        }
+        self.starved = true;
+        None
+    }
+
+    fn send(&mut self, chain: Chain, header: &Header) {
+        let bytes = header.encode();
+        let written = chain.writable().write_at(&self.memory, 0, &bytes);
+        let written = u32::try_from(written).unwrap_or(HEADER_LEN) + header.len;
+        self.rx.push_used(chain, written);
+    }
+
+    fn send_owed(&mut self, id: u64, chain: Chain) {
+        let guest_cid = self.guest_cid;
+        let packet = self.connections.get_mut(&id).and_then(|connection| {
+            let (op, flags) = connection.next_owed()?;
+            Some(connection.header(guest_cid, op, flags, 0))
+        });
+        match packet {
+            Some(header) => self.send(chain, &header),
+            None => self.rx.undo_pop(chain),
+        }
+    }
+
+    /// Sends one burst of a stream's bytes. False if there was no receive buffer.
+    fn send_data(&mut self, id: u64, used: &mut usize) -> bool {
+        let Some(connection) = self.connections.get(&id) else {
+            return true;
+        };
+        let (credit, burst) = (connection.credit(), connection.burst);
+        let Some(first) = self.pop_rx(used) else {
+            return false;
+        };
+        let mut chains: Vec<(Chain, u32)> = Vec::with_capacity(burst);
+        let mut room = 0;
+        let mut next = Some(first);
+        while let Some(chain) = next {
+            let take = (chain.writable().len() - HEADER_LEN).min(credit - room);
+            room += take;
+            chains.push((chain, take));
+            next = None;
+            if chains.len() < burst && room < credit {
+                *used += 1;
+                next = self.rx.pop();
+            }
+            if next
+                .as_ref()
+                .is_some_and(|chain| chain.writable().len() <= HEADER_LEN)
+            {
+                // Only the newest chains can be put back: a useless one ends the burst, to be
+                // returned when it is the first.
+                next.take()
+                    .into_iter()
+                    .for_each(|chain| self.rx.undo_pop(chain));
+            }
+        }
+        let memory = self.memory.clone();
+        let mut slices = Vec::with_capacity(2 * burst);
+        for (chain, take) in &chains {
+            chain
+                .writable()
+                .slices(&memory, HEADER_LEN, *take, &mut slices);
+        }
+        let Some(connection) = self.connections.get(&id) else {
+            return true;
+        };
+        let read = sys::read_vectored(connection.stream(), &slices);
+        self.send_read(id, chains, room, read);
+        true
+    }
+
+    /// Hands buffers that a read filled to the guest and takes the others back.
+    fn send_read(
+        &mut self,
+        id: u64,
+        chains: Vec<(Chain, u32)>,
+        room: u32,
+        read: io::Result<usize>,
+    ) {
+        let guest_cid = self.guest_cid;
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let mut left = match read {
+            Ok(0) => {
+                connection.host_sends_no_more();
+                0
+            }
+            Ok(bytes) => u32::try_from(bytes).unwrap_or(room).min(room),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                connection.readable = false;
+                0
+            }
+            Err(error) => {
+                tracing::debug!(%error, "reading a vsock stream");
+                connection.host_sends_no_more();
+                0
+            }
+        };
+        connection.burst = if left == room {
+            (connection.burst * 2).min(MAX_BURST)
+        } else {
+            1.max(connection.burst / 2)
+        };
+        let mut packets = Vec::with_capacity(chains.len());
+        let mut unused = Vec::new();
+        for (chain, take) in chains {
+            let len = take.min(left);
+            left -= len;
+            if len == 0 {
+                unused.push(chain);
+            } else {
+                packets.push((chain, connection.header(guest_cid, op::RW, 0, len)));
+            }
+        }
+        for chain in unused.into_iter().rev() {
+            self.rx.undo_pop(chain);
+        }
+        for (chain, header) in packets {
+            self.send(chain, &header);
+        }
+    }
 }
