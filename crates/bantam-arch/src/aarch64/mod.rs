@@ -1,0 +1,3 @@
+//! The aarch64 guest. Only its memory layout exists so far.
+
+pub mod layout;

@@ -1,0 +1,306 @@
+//! What a kernel finds in memory: command line, memory map, initial ramdisk, descriptor and page
+//! tables (PVH: `include/xen/interface/hvm/start_info.h`; 64-bit protocol:
+//! `Documentation/arch/x86/boot.rst` and `zero-page.rst`).
+
+use linux_loader::bootparam::{boot_e820_entry, boot_params};
+use linux_loader::start_info::{
+    XEN_HVM_MEMMAP_TYPE_RAM, XEN_HVM_MEMMAP_TYPE_RESERVED, XEN_HVM_START_MAGIC_VALUE,
+    hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info,
+};
+use vm_memory::{
+    ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, ReadVolatile,
+};
+
+use super::kernel::{LoadedKernel, Protocol};
+use super::layout::{
+    CMDLINE, CMDLINE_MAX, GDT, HIGH_MEMORY, LOW_MEMORY_END, PAGE, PAGE_TABLES, START_INFO,
+    ZERO_PAGE,
+};
+use super::{cpu, mptable};
+use crate::{ArchError, GuestRam, Result};
+
+/// The initial ramdisk must end below: kernels say so in `initrd_addr_max`, and PVH kernels keep
+/// its address in 32 bits.
+const INITRD_END: u64 = 1 << 31;
+
+/// An initial ramdisk in guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Initrd {
+    /// Where it starts, page-aligned.
+    pub addr: GuestAddress,
+    /// Its length in bytes.
+    pub len: u64,
+}
+
+/// What [`prepare`] needs to know.
+#[derive(Debug, Clone, Copy)]
+pub struct Boot<'a> {
+    /// The kernel, already loaded.
+    pub kernel: &'a LoadedKernel,
+    /// The whole kernel command line, at most [`CMDLINE_MAX`] bytes.
+    pub cmdline: &'a str,
+    /// The initial ramdisk, already loaded.
+    pub initrd: Option<Initrd>,
+    /// Number of vCPUs, at most [`MAX_VCPUS`](super::layout::MAX_VCPUS).
+    pub vcpus: u32,
+}
+
+/// Where and how the boot processor starts; what [`configure_vcpu`](super::configure_vcpu) needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Entry {
+    /// Which registers the kernel expects.
+    pub protocol: Protocol,
+    /// First instruction.
+    pub rip: u64,
+    /// Start info or zero page.
+    pub boot_data: u64,
+}
+
+/// Copies `len` bytes of an initial ramdisk from `source` to the end of RAM.
+///
+/// # Errors
+///
+/// If it does not fit between the kernel and the end of the RAM below 2 GiB, or `source` fails or
+/// ends early.
+pub fn load_initrd<R: ReadVolatile>(
+    ram: &GuestRam,
+    kernel: &LoadedKernel,
+    source: &mut R,
+    len: u64,
+) -> Result<Initrd> {
+    let room = ram.find_region(HIGH_MEMORY).map_or(0, |region| {
+        region
+            .start_addr()
+            .0
+            .saturating_add(region.len())
+            .min(INITRD_END)
+    });
+    let addr = room.checked_sub(len).map(|addr| addr / PAGE * PAGE);
+    let Some(addr) = addr.filter(|&addr| addr >= kernel.end.0) else {
+        return Err(ArchError::Memory {
+            what: "the initial ramdisk",
+            addr: kernel.end.0,
+            len,
+        });
+    };
+    let fits = usize::try_from(len).map_err(|_| ArchError::Memory {
+        what: "the initial ramdisk",
+        addr,
+        len,
+    })?;
+    ram.read_exact_volatile_from(GuestAddress(addr), source, fits)
+        .map_err(ArchError::Initrd)?;
+    Ok(Initrd {
+        addr: GuestAddress(addr),
+        len,
+    })
+}
+
+/// Writes everything that the kernel expects to find in memory, and says how to start it.
+///
+/// # Errors
+///
+/// If the command line is too long or has control characters, there are too many vCPUs, or RAM is
+/// too small.
+pub fn prepare(ram: &GuestRam, boot: &Boot<'_>) -> Result<Entry> {
+    write_cmdline(ram, boot.cmdline)?;
+    mptable::write(ram, boot.vcpus)?;
+    let protocol = boot.kernel.protocol;
+    put(
+        ram,
+        "the GDT",
+        GDT,
+        &cpu::gdt(protocol).map(u64::to_le_bytes).concat(),
+    )?;
+    let boot_data = match protocol {
+        Protocol::Pvh => write_start_info(ram, boot)?,
+        Protocol::Linux64 => {
+            write_page_tables(ram)?;
+            write_zero_page(ram, boot)?
+        }
+    };
+    Ok(Entry {
+        protocol,
+        rip: boot.kernel.entry.0,
+        boot_data: boot_data.0,
+    })
+}
+
+fn put(ram: &GuestRam, what: &'static str, at: GuestAddress, bytes: &[u8]) -> Result<()> {
+    ram.write_slice(bytes, at).map_err(|_| ArchError::Memory {
+        what,
+        addr: at.0,
+        len: bytes.len() as u64,
+    })
+}
+
+fn write_cmdline(ram: &GuestRam, cmdline: &str) -> Result<()> {
+    if cmdline.len() > CMDLINE_MAX {
+        return Err(ArchError::Limit {
+            what: "the length of the kernel command line",
+            value: cmdline.len() as u64,
+            limit: CMDLINE_MAX as u64,
+        });
+    }
+    if let Some(at) = cmdline.bytes().position(|byte| byte.is_ascii_control()) {
+        return Err(ArchError::CommandLine(at));
+    }
+    let mut bytes = cmdline.as_bytes().to_vec();
+    bytes.push(0);
+    put(ram, "the kernel command line", CMDLINE, &bytes)
+}
+
+/// One range of the memory map.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Range {
+    addr: u64,
+    len: u64,
+    ram: bool,
+}
+
+/// The memory map (e820): all RAM, but the last KiB of conventional memory and what follows up to
+/// 1 MiB is reserved, as on any PC; the MP table lies there.
+fn memory_map(ram: &GuestRam) -> Vec<Range> {
+    let (low_end, high) = (LOW_MEMORY_END.0, HIGH_MEMORY.0);
+    let mut map = Vec::new();
+    for region in ram.iter() {
+        let start = region.start_addr().0;
+        let end = start.saturating_add(region.len());
+        if start < high && end > high {
+            map.push(Range {
+                addr: start,
+                len: low_end - start,
+                ram: true,
+            });
+            map.push(Range {
+                addr: low_end,
+                len: high - low_end,
+                ram: false,
+            });
+            map.push(Range {
+                addr: high,
+                len: end - high,
+                ram: true,
+            });
+        } else {
+            map.push(Range {
+                addr: start,
+                len: end - start,
+                ram: true,
+            });
+        }
+    }
+    map
+}
+
+/// PVH: the start info, and behind it in the same page the module list and the memory map.
+fn write_start_info(ram: &GuestRam, boot: &Boot<'_>) -> Result<GuestAddress> {
+    const MODULES: u64 = START_INFO.0 + 0x40;
+    const MEMORY_MAP: u64 = START_INFO.0 + 0x80;
+
+    let map: Vec<_> = memory_map(ram)
+        .iter()
+        .map(|range| hvm_memmap_table_entry {
+            addr: range.addr,
+            size: range.len,
+            type_: if range.ram {
+                XEN_HVM_MEMMAP_TYPE_RAM
+            } else {
+                XEN_HVM_MEMMAP_TYPE_RESERVED
+            },
+            reserved: 0,
+        })
+        .collect();
+    let mut info = hvm_start_info {
+        magic: XEN_HVM_START_MAGIC_VALUE,
+        version: 1, // the first with a memory map
+        cmdline_paddr: CMDLINE.0,
+        memmap_paddr: MEMORY_MAP,
+        memmap_entries: u32::try_from(map.len()).unwrap_or(u32::MAX),
+        ..Default::default()
+    };
+    if let Some(initrd) = boot.initrd {
+        info.nr_modules = 1;
+        info.modlist_paddr = MODULES;
+        let module = hvm_modlist_entry {
+            paddr: initrd.addr.0,
+            size: initrd.len,
+            ..Default::default()
+        };
+        put(
+            ram,
+            "the PVH module list",
+            GuestAddress(MODULES),
+            module.as_slice(),
+        )?;
+    }
+    put(ram, "the PVH start info", START_INFO, info.as_slice())?;
+    let map: Vec<u8> = map
+        .iter()
+        .flat_map(|entry| entry.as_slice().to_vec())
+        .collect();
+    put(ram, "the PVH memory map", GuestAddress(MEMORY_MAP), &map)?;
+    Ok(START_INFO)
+}
+
+/// The 64-bit protocol: `struct boot_params`.
+fn write_zero_page(ram: &GuestRam, boot: &Boot<'_>) -> Result<GuestAddress> {
+    const BOOT_FLAG: u16 = 0xaa55;
+    const HEADER_MAGIC: u32 = 0x5372_6448; // "HdrS"
+    const LOADER_UNDEFINED: u8 = 0xff;
+    const VERSION_2_15: u16 = 0x020f;
+    const E820_RAM: u32 = 1;
+    const E820_RESERVED: u32 = 2;
+
+    let low32 = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+    let mut params = boot_params::default();
+    // An ELF kernel has no setup header of its own; these are the fields that it reads.
+    params.hdr.boot_flag = BOOT_FLAG;
+    params.hdr.header = HEADER_MAGIC;
+    params.hdr.version = VERSION_2_15;
+    params.hdr.type_of_loader = LOADER_UNDEFINED;
+    params.hdr.loadflags = 1; // loaded high
+    params.hdr.cmd_line_ptr = low32(CMDLINE.0);
+    params.hdr.cmdline_size = low32(boot.cmdline.len() as u64);
+    if let Some(initrd) = boot.initrd {
+        // Below 2 GiB: see `load_initrd`.
+        params.hdr.ramdisk_image = low32(initrd.addr.0);
+        params.hdr.ramdisk_size = low32(initrd.len);
+    }
+    let map = memory_map(ram);
+    let mut table = params.e820_table; // a copy: the structure is packed
+    for (entry, range) in table.iter_mut().zip(&map) {
+        *entry = boot_e820_entry {
+            addr: range.addr,
+            size: range.len,
+            r#type: if range.ram { E820_RAM } else { E820_RESERVED },
+        };
+    }
+    params.e820_table = table;
+    params.e820_entries = u8::try_from(map.len()).unwrap_or(u8::MAX);
+    put(ram, "the zero page", ZERO_PAGE, params.as_slice())?;
+    Ok(ZERO_PAGE)
+}
+
+/// Maps the first GiB to itself in pages of 2 MiB. The kernel, the zero page and the command line
+/// lie there; the kernel brings its own tables for the rest.
+fn write_page_tables(ram: &GuestRam) -> Result<()> {
+    const PRESENT_WRITABLE: u64 = 3;
+    const LARGE: u64 = 1 << 7;
+    const ENTRIES: u64 = 512;
+    let level4 = PAGE_TABLES.0;
+    let level3 = level4 + PAGE;
+    let level2 = level3 + PAGE;
+    let mut tables = vec![0; usize::try_from(3 * ENTRIES).unwrap_or(0)];
+    for (entry, value) in tables.chunks_mut(512).zip([level3, level2]) {
+        entry[0] = value | PRESENT_WRITABLE;
+    }
+    for (entry, page) in tables.iter_mut().skip(1024).zip(0u64..) {
+        *entry = page << 21 | PRESENT_WRITABLE | LARGE;
+    }
+    let bytes: Vec<u8> = tables
+        .iter()
+        .flat_map(|entry: &u64| entry.to_le_bytes())
+        .collect();
+    put(ram, "the boot page tables", PAGE_TABLES, &bytes)
+}

@@ -1,0 +1,63 @@
+//! The part of the kernel command line that follows from this machine having no firmware.
+
+use std::fmt::Write;
+
+use super::layout::{MMIO_SLOT_SIZE, MmioSlot};
+
+/// What every guest is told, for the reasons given:
+///
+/// * `reboot=t panic=-1`: a reboot or a panic is a triple fault at once, which is an exit;
+/// * `quiet`: console output is slow, and the console is often not looked at;
+/// * `tsc=reliable`: no clocksource watchdog; kvm-clock says the frequency;
+/// * `no_timer_check`: there is no PIT whose interrupt could be waited for;
+/// * `noreplace-smp` (one vCPU): skips patching the lock prefixes out, 4 million instructions;
+/// * `i8042.noaux`, `i8042.nokbd`, ...: there is no keyboard controller to probe; harmless in a
+///   kernel without the driver.
+///
+/// Device entries for `slots` follow. Console arguments are the caller's.
+pub fn base(vcpus: u32, slots: &[MmioSlot]) -> String {
+    let mut line = String::from(
+        "reboot=t panic=-1 quiet tsc=reliable no_timer_check \
+         i8042.noaux i8042.nomux i8042.dumbkbd",
+    );
+    if vcpus == 1 {
+        line.push_str(" noreplace-smp");
+    }
+    for slot in slots {
+        line.push(' ');
+        line.push_str(&mmio_device(slot));
+    }
+    line
+}
+
+/// One `virtio_mmio.device=<size>@<base>:<gsi>` entry
+/// (`Documentation/admin-guide/kernel-parameters.txt`).
+pub fn mmio_device(slot: &MmioSlot) -> String {
+    let mut entry = String::new();
+    // Writing to a String cannot fail.
+    let _ = write!(
+        entry,
+        "virtio_mmio.device={}K@{:#x}:{}",
+        MMIO_SLOT_SIZE / 1024,
+        slot.base,
+        slot.gsi.0
+    );
+    entry
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::x86_64::layout::mmio_slot;
+
+    #[test]
+    fn devices_are_announced_with_window_and_interrupt() {
+        let slots = [mmio_slot(0).unwrap(), mmio_slot(1).unwrap()];
+        let line = base(1, &slots);
+        assert!(line.starts_with("reboot=t panic=-1 "), "{line}");
+        assert!(line.ends_with(
+            " noreplace-smp virtio_mmio.device=4K@0xd0000000:5 virtio_mmio.device=4K@0xd0001000:6"
+        ));
+        assert!(!base(2, &slots).contains("noreplace-smp"));
+    }
+}

@@ -1,0 +1,177 @@
+//! Kernel files: what they are, whether they are sane, and getting them into guest memory.
+//!
+//! A kernel file is foreign data. Every offset and length in it is checked against the file and
+//! against named limits before it is used, and nothing is executed on the host. `linux-loader`
+//! provides the structures; its loaders are not called, because they load whatever the program
+//! headers say before anyone could look at them (it had a note parser that never ended,
+//! GHSA-52h2-m2cf-9jh6), and because they know neither compressed payloads nor limits.
+
+mod compress;
+mod elf;
+mod setup_header;
+mod source;
+
+use std::fs::File;
+use std::path::Path;
+
+use vm_memory::GuestAddress;
+
+use crate::{ArchError, GuestRam, Result};
+use compress::Compression;
+use source::Source;
+
+/// Largest kernel, compressed or not, in bytes. A distribution's kernel is some 70 MB unpacked.
+const MAX_KERNEL: u64 = 512 << 20;
+
+/// How a kernel expects to be started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Protocol {
+    /// In 32-bit protected mode, with a start info in `ebx` (Xen's PVH, `XEN_ELFNOTE_PHYS32_ENTRY`).
+    Pvh,
+    /// In 64-bit mode, with a zero page in `rsi` (`Documentation/arch/x86/boot.rst`).
+    Linux64,
+}
+
+/// What kind of file a kernel came in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// An uncompressed ELF file (`vmlinux`): nothing to unpack, the quickest.
+    Elf,
+    /// A compressed ELF file (`vmlinux.zst`), unpacked on the host.
+    CompressedElf,
+    /// A `bzImage` (`vmlinuz`), whose payload is unpacked on the host: the guest would need
+    /// hundreds of millions of instructions for it.
+    BzImage,
+}
+
+/// A range of the kernel file that belongs into guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Segment {
+    /// Where it is in the (unpacked) file.
+    pub file_offset: u64,
+    /// Bytes in the file.
+    pub file_len: u64,
+    /// Where it belongs in guest memory.
+    pub guest_addr: u64,
+    /// Bytes in guest memory, at least `file_len`; the rest is zero.
+    pub mem_len: u64,
+}
+
+/// A kernel that was found sane.
+#[derive(Debug)]
+pub struct Kernel {
+    source: Source,
+    format: Format,
+    image: elf::Image,
+}
+
+/// A kernel in guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadedKernel {
+    /// First instruction.
+    pub entry: GuestAddress,
+    /// How it expects to be started.
+    pub protocol: Protocol,
+    /// Its first byte.
+    pub start: GuestAddress,
+    /// The first byte behind it, its bss included.
+    pub end: GuestAddress,
+}
+
+impl Kernel {
+    /// Opens a kernel file and finds out what it is: an ELF file, as it is or compressed (gzip, xz,
+    /// zstd), or a bzImage. An uncompressed ELF file stays on disk until it is loaded; anything else
+    /// is unpacked here.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be read, is none of these, or is damaged.
+    pub fn open(path: &Path) -> Result<Self> {
+        let failed = |source| ArchError::KernelFile {
+            path: path.to_owned(),
+            source,
+        };
+        let file = File::open(path).map_err(failed)?;
+        let source = Source::file(file).map_err(failed)?;
+        Self::from_source(source)
+    }
+
+    /// The same for a kernel in memory.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::open`].
+    pub fn from_bytes(bytes: Vec<u8>) -> Result<Self> {
+        Self::from_source(Source::Bytes(bytes))
+    }
+
+    fn from_source(source: Source) -> Result<Self> {
+        if source.len() > MAX_KERNEL {
+            return Err(ArchError::Limit {
+                what: "the kernel's size in bytes",
+                value: source.len(),
+                limit: MAX_KERNEL,
+            });
+        }
+        let mut magic = [0; 6];
+        source.read_at(0, &mut magic)?;
+        let (source, format) = if elf::is_elf(&magic) {
+            (source, Format::Elf)
+        } else if let Some(compression) = Compression::of(&magic) {
+            let packed = source.read_vec(0, source.len())?;
+            (
+                Source::Bytes(compression.unpack(&packed, MAX_KERNEL)?),
+                Format::CompressedElf,
+            )
+        } else {
+            let payload = setup_header::payload(&source)?;
+            let packed = source.read_vec(payload.start, payload.end - payload.start)?;
+            let unpacked = match Compression::of(&packed) {
+                Some(compression) => compression.unpack(&packed, MAX_KERNEL)?,
+                None => packed,
+            };
+            (Source::Bytes(unpacked), Format::BzImage)
+        };
+        let image = elf::parse(&source)?;
+        Ok(Self {
+            source,
+            format,
+            image,
+        })
+    }
+
+    /// What kind of file it came in.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// How it expects to be started.
+    pub fn protocol(&self) -> Protocol {
+        self.image.protocol
+    }
+
+    /// What [`Self::load`] puts where.
+    pub fn segments(&self) -> &[Segment] {
+        &self.image.segments
+    }
+
+    /// Copies the kernel into guest memory, which must be fresh, that is, zero.
+    ///
+    /// # Errors
+    ///
+    /// If it does not fit into the RAM below the hole, or the file cannot be read.
+    pub fn load(&self, ram: &GuestRam) -> Result<LoadedKernel> {
+        for segment in &self.image.segments {
+            self.source.load(ram, segment)?;
+        }
+        Ok(LoadedKernel {
+            entry: GuestAddress(self.image.entry),
+            protocol: self.image.protocol,
+            start: GuestAddress(self.image.start),
+            end: GuestAddress(self.image.end),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

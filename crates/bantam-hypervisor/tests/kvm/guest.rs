@@ -1,0 +1,150 @@
+//! A guest of one or two vCPUs that runs bytes in real mode.
+
+use std::ptr;
+
+use bantam_hypervisor::x86::X86Vcpu;
+use bantam_hypervisor::{Hypervisor, MemorySlot, Vcpu, VcpuBinder, Vm, VmConfig};
+
+/// Where the code is loaded, and where `rip` starts.
+pub const CODE: u64 = 0x1000;
+/// Bytes of guest memory, from address 0. Above it, accesses are MMIO.
+pub const RAM: usize = 0x1_0000;
+
+/// Anonymous host memory for guest RAM.
+#[allow(unsafe_code)]
+mod host_memory {
+    use super::ptr;
+
+    pub struct HostMemory {
+        pub addr: *mut u8,
+        pub len: usize,
+    }
+
+    // SAFETY: plain memory; access goes through raw pointers, byte by byte.
+    unsafe impl Send for HostMemory {}
+    // SAFETY: as for `Send`.
+    unsafe impl Sync for HostMemory {}
+
+    impl HostMemory {
+        pub fn new(len: usize) -> Self {
+            // SAFETY: a fresh anonymous mapping touches nothing that exists.
+            let addr = unsafe {
+                libc::mmap(
+                    ptr::null_mut(),
+                    len,
+                    libc::PROT_READ | libc::PROT_WRITE,
+                    libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+                    -1,
+                    0,
+                )
+            };
+            assert_ne!(addr, libc::MAP_FAILED);
+            Self {
+                addr: addr.cast(),
+                len,
+            }
+        }
+
+        pub fn write(&self, at: usize, bytes: &[u8]) {
+            assert!(at + bytes.len() <= self.len);
+            for (i, byte) in bytes.iter().enumerate() {
+                // SAFETY: within the mapping, checked above.
+                unsafe { self.addr.add(at + i).write_volatile(*byte) };
+            }
+        }
+
+        pub fn read(&self, at: usize, len: usize) -> Vec<u8> {
+            assert!(at + len <= self.len);
+            // SAFETY: within the mapping, checked above.
+            (at..at + len).map(|i| unsafe { self.addr.add(i).read_volatile() }).collect()
+        }
+    }
+
+    impl Drop for HostMemory {
+        fn drop(&mut self) {
+            // SAFETY: the mapping is ours, and the guest that used it is dropped before it.
+            unsafe { libc::munmap(self.addr.cast(), self.len) };
+        }
+    }
+}
+pub use host_memory::HostMemory;
+
+/// A machine. Field order is drop order: the virtual machine goes before its memory.
+pub struct Guest {
+    pub vm: Box<dyn Vm>,
+    pub ram: HostMemory,
+}
+
+impl Guest {
+    /// A machine with `code` at [`CODE`], or `None`, said on stdout, where KVM cannot be used.
+    pub fn new(config: &VmConfig, code: &[u8]) -> Option<Self> {
+        let kvm = kvm()?;
+        let vm = kvm.create_vm(config).unwrap();
+        let guest = Self {
+            vm,
+            ram: HostMemory::new(RAM),
+        };
+        guest.ram.write(usize::try_from(CODE).unwrap(), code);
+        map(&*guest.vm, 0, 0, &guest.ram, false);
+        Some(guest)
+    }
+
+    /// A machine of one vCPU without an interrupt controller, so that `hlt` exits.
+    pub fn plain(code: &[u8]) -> Option<Self> {
+        let config = VmConfig {
+            vcpus: 1,
+            interrupt_controller: false,
+        };
+        Self::new(&config, code)
+    }
+
+    /// Binds vCPU 0 to this thread, in real mode, at [`CODE`].
+    pub fn vcpu(&self) -> Box<dyn Vcpu> {
+        start(self.vm.create_vcpu(0).unwrap(), CODE)
+    }
+}
+
+pub fn kvm() -> Option<Box<dyn Hypervisor>> {
+    match bantam_hypervisor::open() {
+        Ok(kvm) => Some(kvm),
+        Err(e) => {
+            println!("skipped: {e}");
+            None
+        }
+    }
+}
+
+/// Maps all of `memory`.
+#[allow(unsafe_code)]
+pub fn map(vm: &dyn Vm, slot: u32, guest_addr: u64, memory: &HostMemory, read_only: bool) {
+    let slot = MemorySlot {
+        slot,
+        guest_addr,
+        host_addr: memory.addr,
+        len: memory.len,
+        read_only,
+    };
+    // SAFETY: callers keep `memory` until the machine is dropped.
+    unsafe { vm.map_memory(slot) }.unwrap();
+}
+
+/// Binds a vCPU to this thread, with flat zero-based segments in real mode.
+pub fn start(binder: Box<dyn VcpuBinder>, rip: u64) -> Box<dyn Vcpu> {
+    let mut vcpu = binder.bind().unwrap();
+    real_mode(vcpu.x86().unwrap(), rip);
+    vcpu
+}
+
+pub fn real_mode(x86: &mut dyn X86Vcpu, rip: u64) {
+    let mut system = x86.system_registers().unwrap();
+    for segment in [&mut system.cs, &mut system.ds, &mut system.es, &mut system.ss] {
+        segment.base = 0;
+        segment.selector = 0;
+    }
+    x86.set_system_registers(&system).unwrap();
+    let mut registers = x86.registers().unwrap();
+    registers.rip = rip;
+    registers.rsp = 0x8000;
+    registers.rflags = 2;
+    x86.set_registers(&registers).unwrap();
+}
