@@ -1,3 +1,129 @@
-//! PID 1 of a bantam guest
+//! PID 1 of a bantam guest.
+//!
+//! The kernel starts it from the initramfs. It mounts the image under a writable
+//! overlay, switches to it, says hello to the host over vsock ([`boot`]), prepares
+//! what commands expect to find ([`setup`]), and then serves commands and file
+//! transfers from one event loop ([`server`]) until the host shuts the guest down.
+//!
+//! Started as an ordinary process it serves the same over a Unix socket, without
+//! mounting anything: `bantam-agent --serve PATH`. That is for tests of either side.
+#![cfg_attr(not(test), no_main)]
 
-fn main() {}
+mod boot;
+mod cgroup;
+mod command;
+mod connection;
+mod control;
+mod files;
+mod lookup;
+mod server;
+mod setup;
+mod start;
+mod sys;
+mod users;
+
+use std::convert::Infallible;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use bantam_protocol::GuestControl;
+use nix::mount::{MsFlags, mount};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, getpid, sync};
+
+use boot::{Booted, StepFailed, boot};
+use control::Control;
+use server::{End, Listener, Server};
+
+/// How long killed processes may take to go; one stuck in the kernel does not keep the
+/// guest from powering off.
+const KILL_WAIT: Duration = Duration::from_secs(2);
+
+/// The agent's `main`; the result is its exit status.
+fn run() -> i32 {
+    if getpid() == Pid::from_raw(1) {
+        if let Err(failed) = be_init() {
+            log(&failed.to_string());
+        }
+        sys::power::off();
+        // The kernel takes the end of PID 1 as a panic, which ends the guest too.
+        return 1;
+    }
+    let mut arguments = std::env::args_os().skip(1);
+    match (arguments.next(), arguments.next()) {
+        (Some(flag), Some(path)) if flag == "--serve" => {
+            let Err(error) = serve(path.as_ref());
+            log(&error.to_string());
+        }
+        _ => log("started as an ordinary process it only serves tests: --serve PATH"),
+    }
+    1
+}
+
+/// Boots, serves and shuts down; the power-off is left.
+fn be_init() -> Result<(), StepFailed> {
+    let Booted {
+        control,
+        listener,
+        disk,
+    } = boot()?;
+    let mut control = Control::new(control, setup::configure);
+    let cgroups = match setup::set_up() {
+        Ok(cgroups) => cgroups,
+        Err(failed) => {
+            control.say_last(&GuestControl::BootFailed(failed.to_string()));
+            return Err(failed);
+        }
+    };
+    let mut server = Server::new(Listener::Vsock(listener), Some(control), cgroups)
+        .map_err(StepFailed::at("set up the event loop"))?;
+    let End::Shutdown { grace } = server.run().map_err(StepFailed::at("wait for events"))?;
+    shut_down(&mut server, grace, disk.as_ref());
+    Ok(())
+}
+
+/// Ends every process, writes everything back, and tells the host so.
+fn shut_down(server: &mut Server, grace: Duration, disk: Option<&OwnedFd>) {
+    let everyone = Pid::from_raw(-1);
+    // These fail only when there is no one.
+    if !grace.is_zero() {
+        let _ = kill(everyone, Signal::SIGTERM);
+        let _ = kill(everyone, Signal::SIGCONT);
+        let _ = server.run_down(Instant::now() + grace);
+    }
+    let _ = kill(everyone, Signal::SIGKILL);
+    let _ = server.run_down(Instant::now() + KILL_WAIT);
+    sync();
+    if let Some(disk) = disk {
+        // The overlay first: it holds the disk for writing.
+        let disk = format!("/proc/self/fd/{}", disk.as_raw_fd());
+        for path in ["/", disk.as_str()] {
+            let flags = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+            let none = None::<&str>;
+            if let Err(error) = mount(none, path, none, flags, none) {
+                log(&format!("remount {path} read-only: {}", error.desc()));
+            }
+        }
+    }
+    if let Some(control) = server.control() {
+        control.say_last(&GuestControl::ShuttingDown);
+    }
+}
+
+fn serve(path: &std::path::Path) -> Result<Infallible, std::io::Error> {
+    let listener = UnixListener::bind(path)?;
+    listener.set_nonblocking(true)?;
+    let listener = Listener::Unix(OwnedFd::from(listener));
+    let mut server = Server::new(listener, None, None)?;
+    loop {
+        // Without a control stream no one ends it.
+        let End::Shutdown { .. } = server.run()?;
+    }
+}
+
+/// A line on the console, which in a guest is usually nowhere.
+fn log(text: &str) {
+    let line = format!("bantam-agent: {text}\n");
+    let _ = nix::unistd::write(std::io::stderr(), line.as_bytes());
+}
