@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn a_header_survives_encoding() {
-        let bytes: [u8; HEADER_LEN as usize] = std::array::from_fn(|i| i as u8);
+        let bytes: [u8; HEADER_LEN as usize] = std::array::from_fn(|i| u8::try_from(i).unwrap());
         let header = Header::decode(&bytes);
         assert_eq!(header.dst_port, u32::from_le_bytes([20, 21, 22, 23]));
         assert_eq!(header.op, u16::from_le_bytes([30, 31]));
