@@ -50,7 +50,7 @@ fn debian(progress: &Progress) -> Result<PathBuf> {
     mmdebstrap
         // Times in the archive; any fixed moment will do.
         .env("SOURCE_DATE_EPOCH", "1700000000")
-        .args(["--variant=minbase", "--include=python3"])
+        .args(["--format=tar", "--variant=minbase", "--include=python3"])
         // What a container image leaves out.
         .arg("--dpkgopt=path-exclude=/usr/share/doc/*")
         .arg("--dpkgopt=path-exclude=/usr/share/man/*")

@@ -87,7 +87,7 @@ pub(crate) fn run(
         .prefix("bantam-rig-")
         .tempdir()
         .map_err(Error::file("creating", &std::env::temp_dir()))?;
-    let shares = Shares::of_this_host()?;
+    let shares = Shares::of_this_host(args)?;
     let initramfs = temp.path().join("initramfs.cpio");
     let bytes = initramfs_bytes(&shares.job(args)?)?;
     fs::write(&initramfs, bytes).map_err(Error::file("writing", &initramfs))?;
@@ -191,8 +191,15 @@ struct Shares {
 }
 
 impl Shares {
-    fn of_this_host() -> Result<Self> {
-        let store = match std::env::var_os("BANTAM_HOME") {
+    fn of_this_host(args: &RigArgs) -> Result<Self> {
+        let given = args
+            .env
+            .iter()
+            .find_map(|pair| pair.strip_prefix("BANTAM_HOME="));
+        let home = given
+            .map(OsString::from)
+            .or_else(|| std::env::var_os("BANTAM_HOME"));
+        let store = match home {
             Some(home) if !home.is_empty() => PathBuf::from(home),
             _ => host::cache_dir()?,
         };

@@ -193,6 +193,9 @@ impl Runner<'_> {
         let guest = guest::build(Options::default(), &self.progress)?;
         let image = image::make(Which::Tiny, &self.progress)?;
         host::run_quiet(host::cargo().args(["build", "--package", "bantam-cli"]))?;
+        // Shared with the rig, which reads the images the first suite made.
+        let home = host::target_dir().join("e2e");
+        host::create_dir(&home)?;
         Ok(BTreeMap::from([
             ("BANTAM_E2E_ENGINE", PathBuf::from(engine)),
             (
@@ -201,6 +204,7 @@ impl Runner<'_> {
             ),
             ("BANTAM_E2E_IMAGE", image),
             ("BANTAM_GUEST_DIR", guest),
+            ("BANTAM_HOME", home),
         ]))
     }
 
