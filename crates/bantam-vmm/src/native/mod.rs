@@ -1,0 +1,197 @@
+//! The native engine: our own monitor on the host's hypervisor.
+//!
+//! One supervisor thread owns the machine. It waits until a vCPU ends the guest, something
+//! fails or the owner kills it; then it stops every vCPU, resets every device (whose threads
+//! end with that), gives the memory back and reports. Queue notifications and interrupts do not
+//! come by here: they travel between the kernel and the device threads over ioeventfd and irqfd.
+
+mod bus;
+mod memory;
+mod serial;
+mod vcpu;
+
+use std::fs::File;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use bantam_arch::x86_64::boot::{self, Entry};
+use bantam_arch::x86_64::{self as arch, Kernel, layout};
+use bantam_hypervisor::{VcpuKicker, Vm};
+use bantam_virtio::console::ConsoleDevice;
+use bantam_virtio::{GuestRam, VirtioDevice};
+
+use crate::vm::{ExitCause, ExitLatch, Running, StartContext};
+use crate::{Phase, Timeline, VmConfig, VmmError, cmdline};
+use bus::Bus;
+
+/// Starts a machine on the host's hypervisor.
+pub(crate) fn start(
+    config: &VmConfig,
+    context: StartContext,
+) -> Result<Box<dyn Running>, VmmError> {
+    let StartContext {
+        devices,
+        console,
+        exit,
+        timeline,
+    } = context;
+    let hypervisor = bantam_hypervisor::open()?;
+    let cpus = u32::from(config.cpus);
+    // Declared before `vm`, so that an early return drops it after `vm`.
+    let ram: Arc<GuestRam>;
+    let vm: Box<dyn Vm> = hypervisor.create_vm(&bantam_hypervisor::VmConfig::new(cpus))?;
+    timeline.mark(Phase::VmCreated);
+
+    ram = memory::map(vm.as_ref(), config.memory)?;
+    let mut devices: Vec<(_, Box<dyn VirtioDevice>)> = devices
+        .into_devices()
+        .map(|(kind, device)| (kind.name(), device))
+        .collect();
+    let log = Box::new(console.clone());
+    devices.push(("console", Box::new(ConsoleDevice::new(log))));
+    let entry = load(config, devices.len(), &ram)?;
+    timeline.mark(Phase::MemoryReady);
+
+    let bus = Arc::new(Bus::wire(vm.as_ref(), &ram, devices, console)?);
+    timeline.mark(Phase::DevicesReady);
+
+    let (events, ended) = mpsc::channel();
+    let vcpus = Vcpus::create(vm.as_ref(), cpus, &bus, entry, &events, &timeline)?;
+    let machine = Machine {
+        vcpus,
+        bus,
+        vm,
+        ram,
+    };
+    thread::Builder::new()
+        .name("vm".to_owned())
+        .spawn(move || machine.supervise(&ended, &exit))
+        .map_err(VmmError::io("cannot start the supervisor thread"))?;
+    Ok(Box::new(Native {
+        events: Mutex::new(events),
+    }))
+}
+
+/// Puts kernel, initramfs and boot data into RAM.
+fn load(config: &VmConfig, devices: usize, ram: &GuestRam) -> Result<Entry, VmmError> {
+    let kernel = Kernel::open(&config.guest.kernel)?.load(ram)?;
+    let initramfs = &config.guest.initramfs;
+    let open = || {
+        let file = File::open(initramfs)?;
+        let len = file.metadata()?.len();
+        Ok((file, len))
+    };
+    let (mut file, len) = open().map_err(|source| VmmError::File {
+        what: "initramfs",
+        path: initramfs.clone(),
+        source,
+    })?;
+    let initrd = boot::load_initrd(ram, &kernel, &mut file, len)?;
+    let slots: Vec<_> = (0..).map_while(layout::mmio_slot).take(devices).collect();
+    let words = ["console=hvc0", serial::CMDLINE];
+    let cmdline = cmdline::build(config, &slots, &words);
+    Ok(boot::prepare(
+        ram,
+        &arch::Boot {
+            kernel: &kernel,
+            cmdline: &cmdline,
+            initrd: Some(initrd),
+            vcpus: u32::from(config.cpus),
+        },
+    )?)
+}
+
+/// Everything that must be gone before the machine is reported as ended; dropped in this order.
+struct Machine {
+    vcpus: Vcpus,
+    bus: Arc<Bus>,
+    vm: Box<dyn Vm>,
+    ram: Arc<GuestRam>,
+}
+
+impl Machine {
+    fn supervise(self, ended: &Receiver<ExitCause>, exit: &ExitLatch) {
+        // The vCPU threads hold senders, so there is always a cause.
+        let cause = ended.recv().unwrap_or(ExitCause::Killed);
+        let Self {
+            vcpus,
+            bus,
+            vm,
+            ram,
+        } = self;
+        drop(vcpus);
+        bus.reset();
+        drop(vm);
+        drop(bus);
+        drop(ram);
+        exit.set(cause);
+    }
+}
+
+/// The vCPU threads. Dropping it stops them.
+struct Vcpus {
+    stop: Arc<AtomicBool>,
+    kickers: Vec<Arc<dyn VcpuKicker>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Vcpus {
+    fn create(
+        vm: &dyn Vm,
+        cpus: u32,
+        bus: &Arc<Bus>,
+        entry: Entry,
+        events: &Sender<ExitCause>,
+        timeline: &Timeline,
+    ) -> Result<Self, VmmError> {
+        // All vCPUs exist before the first runs: it may start the others at once.
+        let binders = (0..cpus)
+            .map(|id| vm.create_vcpu(id))
+            .collect::<Result<Vec<_>, _>>()?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut vcpus = Self {
+            stop: Arc::clone(&stop),
+            kickers: binders.iter().map(|binder| binder.kicker()).collect(),
+            threads: Vec::new(),
+        };
+        for binder in binders {
+            let shared = vcpu::Shared {
+                bus: Arc::clone(bus),
+                entry,
+                cpus,
+                stop: Arc::clone(&stop),
+                events: events.clone(),
+                timeline: timeline.clone(),
+            };
+            vcpus.threads.push(vcpu::spawn(binder, shared)?);
+        }
+        Ok(vcpus)
+    }
+}
+
+impl Drop for Vcpus {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        for kicker in &self.kickers {
+            kicker.kick();
+        }
+        for thread in self.threads.drain(..) {
+            // A panic in a vCPU thread has been reported by the hook; the machine ends anyway.
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Native {
+    events: Mutex<Sender<ExitCause>>,
+}
+
+impl Running for Native {
+    fn kill(&self) {
+        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        // Fails only when the supervisor has ended, which is what is wanted.
+        let _ = events.send(ExitCause::Killed);
+    }
+}

@@ -1,0 +1,116 @@
+//! vCPU threads.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::thread::{self, JoinHandle};
+
+use bantam_arch::x86_64::boot::Entry;
+use bantam_arch::x86_64::{CpuPolicy, configure_vcpu};
+use bantam_hypervisor::{Exit, Vcpu, VcpuBinder};
+
+use super::bus::Bus;
+use crate::vm::ExitCause;
+use crate::{Phase, Timeline, VmmError};
+
+/// What every vCPU thread of a machine has.
+#[derive(Clone)]
+pub(super) struct Shared {
+    pub(super) bus: Arc<Bus>,
+    pub(super) entry: Entry,
+    pub(super) cpus: u32,
+    pub(super) stop: Arc<AtomicBool>,
+    pub(super) events: Sender<ExitCause>,
+    pub(super) timeline: Timeline,
+}
+
+/// Starts a vCPU's thread. The vCPU is bound there: some hypervisors demand it.
+pub(super) fn spawn(
+    binder: Box<dyn VcpuBinder>,
+    shared: Shared,
+) -> Result<JoinHandle<()>, VmmError> {
+    let id = binder.id();
+    thread::Builder::new()
+        .name(format!("vcpu{id}"))
+        .spawn(move || {
+            let cause = run(binder, &shared);
+            // The supervisor may already be past waiting: the first cause is what counts.
+            let _ = shared.events.send(cause);
+        })
+        .map_err(VmmError::io("cannot start a vCPU thread"))
+}
+
+fn run(binder: Box<dyn VcpuBinder>, shared: &Shared) -> ExitCause {
+    let id = binder.id();
+    let failed = |what: &str, error: &dyn std::error::Error| {
+        ExitCause::Failed(format!("vCPU {id}: {what}: {}", chain(error)))
+    };
+    let mut vcpu = match binder.bind() {
+        Ok(vcpu) => vcpu,
+        Err(error) => return failed("cannot be bound to its thread", &error),
+    };
+    let Some(x86) = vcpu.x86() else {
+        return ExitCause::Failed(format!("vCPU {id} is not an x86_64 one"));
+    };
+    let policy = CpuPolicy::default();
+    if let Err(error) = configure_vcpu(x86, id, shared.cpus, &shared.entry, &policy) {
+        return failed("cannot be set up", &error);
+    }
+    if id == 0 {
+        shared.timeline.mark(Phase::FirstRun);
+    }
+    let cause = run_guest(vcpu.as_mut(), shared, id == 0)
+        .unwrap_or_else(|error| failed("cannot run", &error));
+    tracing::debug!(vcpu = id, exits = ?vcpu.exit_counts(), ?cause, "vCPU ended");
+    cause
+}
+
+fn run_guest(
+    vcpu: &mut dyn Vcpu,
+    shared: &Shared,
+    first: bool,
+) -> Result<ExitCause, bantam_hypervisor::HypervisorError> {
+    let bus = &shared.bus;
+    let mut unmarked = first;
+    while !shared.stop.load(Ordering::Acquire) {
+        let exit = vcpu.run()?;
+        if std::mem::take(&mut unmarked) {
+            shared.timeline.mark(Phase::FirstExit);
+        }
+        match exit {
+            Exit::MmioRead { addr, data } => bus.mmio_read(addr, data),
+            Exit::MmioWrite { addr, data } => bus.mmio_write(addr, data),
+            Exit::PortIn { port, data, .. } => bus.port_in(port, data),
+            Exit::PortOut { port, data, .. } => bus.port_out(port, data),
+            Exit::Interrupted | Exit::Halt => {}
+            Exit::Shutdown | Exit::SystemEvent(_) => return Ok(ExitCause::GuestShutdown),
+            Exit::InternalError { code, data } => {
+                return Ok(ExitCause::Failed(format!(
+                    "the hypervisor gave up on the guest (internal error {code}, {data:x?})"
+                )));
+            }
+            Exit::FailEntry { reason, cpu } => {
+                return Ok(ExitCause::Failed(format!(
+                    "the CPU refused to enter the guest (reason {reason:#x}, host CPU {cpu})"
+                )));
+            }
+            Exit::Unknown(code) => {
+                return Ok(ExitCause::Failed(format!(
+                    "the hypervisor reported an exit that nothing asked for ({code})"
+                )));
+            }
+        }
+    }
+    Ok(ExitCause::Killed)
+}
+
+/// An error and its causes in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}

@@ -1,0 +1,210 @@
+//! A running virtual machine, whichever engine runs it.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use bantam_virtio::vsock::Vsock;
+
+use crate::console::ConsoleLog;
+use crate::devices::DeviceSet;
+use crate::engine::{EngineKind, probe_engines};
+use crate::{Timeline, VmConfig, VmmError};
+
+/// Why a machine ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ExitCause {
+    /// The guest shut down or reset itself; a kernel panic ends so, too.
+    GuestShutdown,
+    /// The owner killed it.
+    Killed,
+    /// The engine could not go on; the text says why.
+    Failed(String),
+}
+
+/// Set once, when the machine has ended; the engine's threads are gone by then.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct ExitLatch(Arc<(Mutex<Option<ExitCause>>, Condvar)>);
+
+impl ExitLatch {
+    pub(crate) fn set(&self, cause: ExitCause) {
+        let (slot, changed) = &*self.0;
+        slot.lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert(cause);
+        changed.notify_all();
+    }
+
+    fn wait(&self, timeout: Option<Duration>) -> Option<ExitCause> {
+        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        let (slot, changed) = &*self.0;
+        let mut cause = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        while cause.is_none() {
+            cause = match deadline {
+                None => changed.wait(cause).unwrap_or_else(PoisonError::into_inner),
+                Some(deadline) => {
+                    let left = deadline.checked_duration_since(Instant::now())?;
+                    changed
+                        .wait_timeout(cause, left)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0
+                }
+            };
+        }
+        cause.clone()
+    }
+}
+
+/// What an engine gives back for a started machine.
+pub(crate) trait Running: Send + Sync {
+    /// Ends the machine now. The latch is set when everything is gone.
+    fn kill(&self);
+}
+
+/// What an engine needs beside the configuration.
+pub(crate) struct StartContext {
+    pub(crate) devices: DeviceSet,
+    pub(crate) console: ConsoleLog,
+    pub(crate) exit: ExitLatch,
+    pub(crate) timeline: Timeline,
+}
+
+/// A running virtual machine. Dropping it kills it and waits until it is gone.
+pub struct Vm {
+    engine: EngineKind,
+    vsock: Vsock,
+    console: ConsoleLog,
+    exit: ExitLatch,
+    running: Box<dyn Running>,
+}
+
+impl std::fmt::Debug for Vm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Vm")
+            .field("engine", &self.engine)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Vm {
+    /// Starts a machine and returns while its kernel boots. `prepare` sees the vsock before
+    /// the first guest instruction, so that a listener is there when the agent says hello.
+    ///
+    /// # Errors
+    /// Any [`VmmError`]; nothing is left running then.
+    pub fn start(
+        config: &VmConfig,
+        timeline: &Timeline,
+        prepare: impl FnOnce(&Vsock) -> std::io::Result<()>,
+    ) -> Result<Self, VmmError> {
+        config.check()?;
+        let engine = probe_engines().select(config.engine)?;
+        let (devices, vsock) = DeviceSet::build(config)?;
+        prepare(&vsock).map_err(VmmError::device("vsock"))?;
+        let console = ConsoleLog::new();
+        let exit = ExitLatch::default();
+        let context = StartContext {
+            devices,
+            console: console.clone(),
+            exit: exit.clone(),
+            timeline: timeline.clone(),
+        };
+        let running = start_engine(engine, config, context)?;
+        Ok(Self {
+            engine,
+            vsock,
+            console,
+            exit,
+            running,
+        })
+    }
+
+    /// The engine that runs the machine.
+    #[must_use]
+    pub fn engine(&self) -> EngineKind {
+        self.engine
+    }
+
+    /// Connections to and from the guest.
+    #[must_use]
+    pub fn vsock(&self) -> &Vsock {
+        &self.vsock
+    }
+
+    /// The tail of the guest's console.
+    #[must_use]
+    pub fn console(&self) -> &ConsoleLog {
+        &self.console
+    }
+
+    /// Waits until the machine has ended and all its threads and processes are gone. `None` if
+    /// it still runs after `timeout`.
+    #[must_use]
+    pub fn wait(&self, timeout: Option<Duration>) -> Option<ExitCause> {
+        self.exit.wait(timeout)
+    }
+
+    /// Ends the machine now, without asking the guest, and waits until it is gone.
+    pub fn kill(&self) -> ExitCause {
+        self.running.kill();
+        self.exit.wait(None).unwrap_or(ExitCause::Killed)
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+fn start_engine(
+    engine: EngineKind,
+    config: &VmConfig,
+    context: StartContext,
+) -> Result<Box<dyn Running>, VmmError> {
+    match engine {
+        EngineKind::Native => crate::native::start(config, context),
+        EngineKind::Emulated => crate::emulated::start(config, context),
+    }
+}
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+fn start_engine(
+    engine: EngineKind,
+    _config: &VmConfig,
+    _context: StartContext,
+) -> Result<Box<dyn Running>, VmmError> {
+    Err(VmmError::EngineUnavailable {
+        engine: engine.name(),
+        reason: "this platform is not supported yet".to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_waiter_wakes_when_the_machine_ends() {
+        let latch = ExitLatch::default();
+        let waiter = {
+            let latch = latch.clone();
+            std::thread::spawn(move || latch.wait(None))
+        };
+        latch.set(ExitCause::GuestShutdown);
+        assert_eq!(waiter.join().unwrap(), Some(ExitCause::GuestShutdown));
+    }
+
+    #[test]
+    fn the_first_cause_stays() {
+        let latch = ExitLatch::default();
+        latch.set(ExitCause::GuestShutdown);
+        latch.set(ExitCause::Killed);
+        assert_eq!(latch.wait(None), Some(ExitCause::GuestShutdown));
+    }
+
+    #[test]
+    fn waiting_for_a_running_machine_ends_at_the_timeout() {
+        assert_eq!(ExitLatch::default().wait(Some(Duration::ZERO)), None);
+    }
+}
