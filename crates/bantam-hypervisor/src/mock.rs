@@ -364,23 +364,18 @@ impl MockVcpu {
     fn next_step(&self) -> Result<Option<Step>> {
         let mut state = self.shared.lock();
         loop {
-            if state.kicks.insert(self.id, false) == Some(true) {
-                return Ok(None);
-            }
+            let kicked = state.kicks.insert(self.id, false) == Some(true);
             let script = state.scripts.entry(self.id).or_default();
             match script.front() {
+                Some(Step::UntilKicked) if kicked => {
+                    script.pop_front();
+                    return Ok(None);
+                }
+                _ if kicked => return Ok(None),
                 None => return Err(HypervisorError::ScriptEnded(self.id)),
                 Some(Step::UntilKicked) => {
-                    while !state.kicks.get(&self.id).copied().unwrap_or(false) {
-                        state = self
-                            .shared
-                            .kicked
-                            .wait(state)
-                            .unwrap_or_else(PoisonError::into_inner);
-                    }
-                    if let Some(script) = state.scripts.get_mut(&self.id) {
-                        script.pop_front();
-                    }
+                    state =
+                        (self.shared.kicked.wait(state)).unwrap_or_else(PoisonError::into_inner);
                 }
                 Some(_) => {
                     let step = script.pop_front();
@@ -566,5 +561,99 @@ impl X86Vcpu for MockVcpu {
 
     fn set_mp_state(&mut self, state: MpState) -> Result<()> {
         self.with(|s| s.mp_state = state)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vcpu(mock: &MockHypervisor) -> (Box<dyn Vm>, Box<dyn Vcpu>) {
+        let vm = mock.create_vm(&VmConfig::new(1)).unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap().bind().unwrap();
+        (vm, vcpu)
+    }
+
+    #[test]
+    fn a_script_plays_in_order_and_then_ends() {
+        let mock = MockHypervisor::new().script(
+            0,
+            [
+                Step::MmioRead {
+                    addr: 0xd000_0000,
+                    size: 4,
+                },
+                Step::PortOut {
+                    port: 0x3f8,
+                    data: vec![b'x'],
+                },
+                Step::Shutdown,
+            ],
+        );
+        let (_vm, mut vcpu) = vcpu(&mock);
+        match vcpu.run().unwrap() {
+            Exit::MmioRead {
+                addr: 0xd000_0000,
+                data,
+            } => data.copy_from_slice(b"virt"),
+            other => panic!("{other:?}"),
+        }
+        assert!(matches!(
+            vcpu.run().unwrap(),
+            Exit::PortOut {
+                port: 0x3f8,
+                data: b"x",
+                ..
+            }
+        ));
+        assert!(matches!(vcpu.run().unwrap(), Exit::Shutdown));
+        assert!(matches!(vcpu.run(), Err(HypervisorError::ScriptEnded(0))));
+        let answer = Call::ReadCompleted {
+            vcpu: 0,
+            data: b"virt".to_vec(),
+        };
+        assert!(mock.calls().contains(&answer));
+        let counts = vcpu.exit_counts();
+        assert_eq!(
+            (counts.mmio_read, counts.port_out, counts.shutdown),
+            (1, 1, 1)
+        );
+    }
+
+    #[test]
+    fn an_ioeventfd_takes_a_scripted_write_that_matches() {
+        let notify = |value: u8| Step::MmioWrite {
+            addr: 0x50,
+            data: vec![value, 0, 0, 0],
+        };
+        let mock = MockHypervisor::new().script(0, [notify(1), notify(2), Step::Halt]);
+        let (vm, mut vcpu) = vcpu(&mock);
+        let event = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        vm.ioeventfd(IoAddress::Mmio(0x50), DataMatch::U32(1), &event)
+            .unwrap();
+        assert!(matches!(
+            vcpu.run().unwrap(),
+            Exit::MmioWrite {
+                data: [2, 0, 0, 0],
+                ..
+            }
+        ));
+        assert!(matches!(vcpu.run().unwrap(), Exit::Halt));
+        assert_eq!(event.read().unwrap(), 1);
+    }
+
+    #[test]
+    fn a_kick_interrupts_a_vcpu_that_waits_and_one_that_will_run() {
+        let mock = MockHypervisor::new().script(0, [Step::UntilKicked, Step::Halt]);
+        let vm = mock.create_vm(&VmConfig::new(1)).unwrap();
+        let binder = vm.create_vcpu(0).unwrap();
+        let kicker = binder.kicker();
+        let thread = std::thread::spawn(move || {
+            let mut vcpu = binder.bind().unwrap();
+            assert!(matches!(vcpu.run().unwrap(), Exit::Interrupted));
+            assert!(matches!(vcpu.run().unwrap(), Exit::Halt));
+        });
+        kicker.kick();
+        thread.join().unwrap();
     }
 }

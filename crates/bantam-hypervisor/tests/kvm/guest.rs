@@ -6,18 +6,18 @@ use bantam_hypervisor::x86::X86Vcpu;
 use bantam_hypervisor::{Hypervisor, MemorySlot, Vcpu, VcpuBinder, Vm, VmConfig};
 
 /// Where the code is loaded, and where `rip` starts.
-pub const CODE: u64 = 0x1000;
+pub(crate) const CODE: u64 = 0x1000;
 /// Bytes of guest memory, from address 0. Above it, accesses are MMIO.
-pub const RAM: usize = 0x1_0000;
+pub(crate) const RAM: usize = 0x1_0000;
 
 /// Anonymous host memory for guest RAM.
 #[allow(unsafe_code)]
 mod host_memory {
     use super::ptr;
 
-    pub struct HostMemory {
-        pub addr: *mut u8,
-        pub len: usize,
+    pub(crate) struct HostMemory {
+        pub(crate) addr: *mut u8,
+        pub(crate) len: usize,
     }
 
     // SAFETY: plain memory; access goes through raw pointers, byte by byte.
@@ -26,7 +26,7 @@ mod host_memory {
     unsafe impl Sync for HostMemory {}
 
     impl HostMemory {
-        pub fn new(len: usize) -> Self {
+        pub(crate) fn new(len: usize) -> Self {
             // SAFETY: a fresh anonymous mapping touches nothing that exists.
             let addr = unsafe {
                 libc::mmap(
@@ -45,7 +45,7 @@ mod host_memory {
             }
         }
 
-        pub fn write(&self, at: usize, bytes: &[u8]) {
+        pub(crate) fn write(&self, at: usize, bytes: &[u8]) {
             assert!(at + bytes.len() <= self.len);
             for (i, byte) in bytes.iter().enumerate() {
                 // SAFETY: within the mapping, checked above.
@@ -53,10 +53,12 @@ mod host_memory {
             }
         }
 
-        pub fn read(&self, at: usize, len: usize) -> Vec<u8> {
+        pub(crate) fn read(&self, at: usize, len: usize) -> Vec<u8> {
             assert!(at + len <= self.len);
             // SAFETY: within the mapping, checked above.
-            (at..at + len).map(|i| unsafe { self.addr.add(i).read_volatile() }).collect()
+            (at..at + len)
+                .map(|i| unsafe { self.addr.add(i).read_volatile() })
+                .collect()
         }
     }
 
@@ -67,17 +69,17 @@ mod host_memory {
         }
     }
 }
-pub use host_memory::HostMemory;
+pub(crate) use host_memory::HostMemory;
 
 /// A machine. Field order is drop order: the virtual machine goes before its memory.
-pub struct Guest {
-    pub vm: Box<dyn Vm>,
-    pub ram: HostMemory,
+pub(crate) struct Guest {
+    pub(crate) vm: Box<dyn Vm>,
+    pub(crate) ram: HostMemory,
 }
 
 impl Guest {
     /// A machine with `code` at [`CODE`], or `None`, said on stdout, where KVM cannot be used.
-    pub fn new(config: &VmConfig, code: &[u8]) -> Option<Self> {
+    pub(crate) fn new(config: &VmConfig, code: &[u8]) -> Option<Self> {
         let kvm = kvm()?;
         let vm = kvm.create_vm(config).unwrap();
         let guest = Self {
@@ -90,7 +92,7 @@ impl Guest {
     }
 
     /// A machine of one vCPU without an interrupt controller, so that `hlt` exits.
-    pub fn plain(code: &[u8]) -> Option<Self> {
+    pub(crate) fn plain(code: &[u8]) -> Option<Self> {
         let config = VmConfig {
             vcpus: 1,
             interrupt_controller: false,
@@ -99,12 +101,12 @@ impl Guest {
     }
 
     /// Binds vCPU 0 to this thread, in real mode, at [`CODE`].
-    pub fn vcpu(&self) -> Box<dyn Vcpu> {
+    pub(crate) fn vcpu(&self) -> Box<dyn Vcpu> {
         start(self.vm.create_vcpu(0).unwrap(), CODE)
     }
 }
 
-pub fn kvm() -> Option<Box<dyn Hypervisor>> {
+pub(crate) fn kvm() -> Option<Box<dyn Hypervisor>> {
     match bantam_hypervisor::open() {
         Ok(kvm) => Some(kvm),
         Err(e) => {
@@ -116,7 +118,7 @@ pub fn kvm() -> Option<Box<dyn Hypervisor>> {
 
 /// Maps all of `memory`.
 #[allow(unsafe_code)]
-pub fn map(vm: &dyn Vm, slot: u32, guest_addr: u64, memory: &HostMemory, read_only: bool) {
+pub(crate) fn map(vm: &dyn Vm, slot: u32, guest_addr: u64, memory: &HostMemory, read_only: bool) {
     let slot = MemorySlot {
         slot,
         guest_addr,
@@ -129,15 +131,20 @@ pub fn map(vm: &dyn Vm, slot: u32, guest_addr: u64, memory: &HostMemory, read_on
 }
 
 /// Binds a vCPU to this thread, with flat zero-based segments in real mode.
-pub fn start(binder: Box<dyn VcpuBinder>, rip: u64) -> Box<dyn Vcpu> {
+pub(crate) fn start(binder: Box<dyn VcpuBinder>, rip: u64) -> Box<dyn Vcpu> {
     let mut vcpu = binder.bind().unwrap();
     real_mode(vcpu.x86().unwrap(), rip);
     vcpu
 }
 
-pub fn real_mode(x86: &mut dyn X86Vcpu, rip: u64) {
+pub(crate) fn real_mode(x86: &mut dyn X86Vcpu, rip: u64) {
     let mut system = x86.system_registers().unwrap();
-    for segment in [&mut system.cs, &mut system.ds, &mut system.es, &mut system.ss] {
+    for segment in [
+        &mut system.cs,
+        &mut system.ds,
+        &mut system.es,
+        &mut system.ss,
+    ] {
         segment.base = 0;
         segment.selector = 0;
     }
@@ -147,4 +154,35 @@ pub fn real_mode(x86: &mut dyn X86Vcpu, rip: u64) {
     registers.rsp = 0x8000;
     registers.rflags = 2;
     x86.set_registers(&registers).unwrap();
+}
+
+/// Puts the vCPU into 64-bit mode, with the first 2 MiB mapped to themselves.
+pub(crate) fn long_mode(ram: &HostMemory, x86: &mut dyn X86Vcpu) {
+    const LEVEL_4: u64 = 0x4000;
+    const LEVEL_3: u64 = 0x5000;
+    const LEVEL_2: u64 = 0x6000;
+    const PRESENT_WRITABLE: u64 = 3;
+    const LARGE: u64 = 0x80;
+    for (at, entry) in [(LEVEL_4, LEVEL_3), (LEVEL_3, LEVEL_2), (LEVEL_2, LARGE)] {
+        let entry = entry | PRESENT_WRITABLE;
+        ram.write(usize::try_from(at).unwrap(), &entry.to_le_bytes());
+    }
+    let mut system = x86.system_registers().unwrap();
+    system.cr3 = LEVEL_4;
+    system.cr4 = 1 << 5; // PAE
+    system.cr0 = 1 << 31 | 1; // PG, PE
+    system.efer = 1 << 10 | 1 << 8; // LMA, LME
+    system.cs.kind = 0xb;
+    system.cs.l = true;
+    system.cs.db = false;
+    system.cs.g = true;
+    system.cs.limit = u32::MAX;
+    system.cs.selector = 8;
+    for segment in [&mut system.ds, &mut system.es, &mut system.ss] {
+        segment.kind = 3;
+        segment.g = true;
+        segment.limit = u32::MAX;
+        segment.selector = 16;
+    }
+    x86.set_system_registers(&system).unwrap();
 }
