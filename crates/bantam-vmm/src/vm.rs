@@ -34,7 +34,7 @@ impl ExitLatch {
         changed.notify_all();
     }
 
-    fn wait(&self, timeout: Option<Duration>) -> Option<ExitCause> {
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<ExitCause> {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let (slot, changed) = &*self.0;
         let mut cause = slot.lock().unwrap_or_else(PoisonError::into_inner);

@@ -8,6 +8,8 @@
 mod bus;
 mod memory;
 mod serial;
+#[cfg(test)]
+mod tests;
 mod vcpu;
 
 use std::fs::File;
@@ -18,7 +20,7 @@ use std::thread::{self, JoinHandle};
 
 use bantam_arch::x86_64::boot::{self, Entry};
 use bantam_arch::x86_64::{self as arch, Kernel, layout};
-use bantam_hypervisor::{VcpuKicker, Vm};
+use bantam_hypervisor::{Hypervisor, VcpuKicker, Vm};
 use bantam_virtio::console::ConsoleDevice;
 use bantam_virtio::{GuestRam, VirtioDevice};
 
@@ -31,13 +33,20 @@ pub(crate) fn start(
     config: &VmConfig,
     context: StartContext,
 ) -> Result<Box<dyn Running>, VmmError> {
+    start_on(bantam_hypervisor::open()?.as_ref(), config, context)
+}
+
+fn start_on(
+    hypervisor: &dyn Hypervisor,
+    config: &VmConfig,
+    context: StartContext,
+) -> Result<Box<dyn Running>, VmmError> {
     let StartContext {
         devices,
         console,
         exit,
         timeline,
     } = context;
-    let hypervisor = bantam_hypervisor::open()?;
     let cpus = u32::from(config.cpus);
     // Declared before `vm`, so that an early return drops it after `vm`.
     let ram: Arc<GuestRam>;
