@@ -1,0 +1,144 @@
+//! Where an image comes from.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+use crate::reference::Reference;
+
+/// Where an image comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ImageSource {
+    /// A registry.
+    Registry(Reference),
+    /// A directory in OCI image layout (image-layout.md).
+    OciLayoutDir(PathBuf),
+    /// A tar of an OCI image layout, or what `docker save` writes; perhaps gzip or zstd compressed.
+    Archive(PathBuf),
+    /// An archive on standard input.
+    Stdin,
+    /// A directory that is the root file system itself.
+    RootDir(PathBuf),
+}
+
+impl ImageSource {
+    /// Understands what users type.
+    ///
+    /// `-` is standard input. `oci:`, `oci-archive:`, `docker-archive:` and `dir:` say what a path is; a path
+    /// that starts with `/`, `./` or `../`, or any existing path, is looked at: a directory with an `oci-layout`
+    /// file is a layout, any other directory a root file system, a file an archive. The rest are references.
+    pub fn parse(text: &str) -> Result<Self> {
+        if text == "-" {
+            return Ok(Self::Stdin);
+        }
+        type Make = fn(PathBuf) -> ImageSource;
+        let prefixes: [(&str, Make); 4] = [
+            ("oci:", Self::OciLayoutDir),
+            ("oci-archive:", Self::Archive),
+            ("docker-archive:", Self::Archive),
+            ("dir:", Self::RootDir),
+        ];
+        for (prefix, make) in prefixes {
+            if let Some(path) = text.strip_prefix(prefix) {
+                if path.is_empty() {
+                    return Err(Error::Name {
+                        text: text.to_owned(),
+                        why: format!("a path must follow {prefix}"),
+                    });
+                }
+                // `oci:5000/app` and the like would be a registry named like a prefix; a real path decides.
+                fs::metadata(path).map_err(Error::path("find", Path::new(path)))?;
+                return Ok(make(PathBuf::from(path)));
+            }
+        }
+        let path = Path::new(text);
+        let is_path = text.starts_with(['/', '.']) || text == "~" || text.starts_with("~/");
+        match fs::metadata(path) {
+            Ok(meta) if meta.is_dir() && path.join("oci-layout").is_file() => {
+                Ok(Self::OciLayoutDir(path.to_owned()))
+            }
+            // A name without a slash that is also a directory here is more likely meant as an image.
+            Ok(meta) if meta.is_dir() && (is_path || text.contains('/')) => {
+                Ok(Self::RootDir(path.to_owned()))
+            }
+            Ok(meta) if !meta.is_dir() => Ok(Self::Archive(path.to_owned())),
+            Err(e) if is_path => Err(Error::path("find", path)(e)),
+            _ => Reference::parse(text).map(Self::Registry),
+        }
+    }
+}
+
+impl fmt::Display for ImageSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Registry(reference) => reference.fmt(f),
+            Self::OciLayoutDir(path) => write!(f, "oci:{}", path.display()),
+            Self::Archive(path) | Self::RootDir(path) => path.display().fmt(f),
+            Self::Stdin => f.write_str("standard input"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_are_told_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = dir.path().join("layout");
+        let rootfs = dir.path().join("rootfs");
+        let file = dir.path().join("x.tar");
+        fs::create_dir_all(&layout).unwrap();
+        fs::create_dir_all(&rootfs).unwrap();
+        fs::write(layout.join("oci-layout"), "{}").unwrap();
+        fs::write(&file, "").unwrap();
+        let parse = |p: &Path| ImageSource::parse(p.to_str().unwrap()).unwrap();
+
+        assert_eq!(ImageSource::parse("-").unwrap(), ImageSource::Stdin);
+        assert_eq!(parse(&layout), ImageSource::OciLayoutDir(layout.clone()));
+        assert_eq!(parse(&rootfs), ImageSource::RootDir(rootfs.clone()));
+        assert_eq!(parse(&file), ImageSource::Archive(file.clone()));
+        let prefixed = |prefix: &str, p: &Path| {
+            ImageSource::parse(&format!("{prefix}{}", p.display())).unwrap()
+        };
+        assert_eq!(
+            prefixed("dir:", &layout),
+            ImageSource::RootDir(layout.clone())
+        );
+        assert_eq!(prefixed("oci:", &layout), ImageSource::OciLayoutDir(layout));
+        assert_eq!(
+            prefixed("oci-archive:", &file),
+            ImageSource::Archive(file.clone())
+        );
+        assert_eq!(
+            prefixed("docker-archive:", &file),
+            ImageSource::Archive(file)
+        );
+        assert!(matches!(
+            ImageSource::parse("python:3.12-slim").unwrap(),
+            ImageSource::Registry(_)
+        ));
+        assert!(matches!(
+            ImageSource::parse("ghcr.io/a/b@sha256:00"),
+            Err(Error::Name { .. })
+        ));
+    }
+
+    #[test]
+    fn a_missing_path_is_named() {
+        for text in [
+            "./missing.tar",
+            "/no/such/dir",
+            "../nope",
+            "dir:/no/such",
+            "oci:nowhere",
+        ] {
+            let error = ImageSource::parse(text).unwrap_err().to_string();
+            let path = text.trim_start_matches("dir:").trim_start_matches("oci:");
+            assert!(error.contains(path), "{error}");
+        }
+        assert!(ImageSource::parse("dir:").is_err());
+    }
+}
