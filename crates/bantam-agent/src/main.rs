@@ -5,8 +5,9 @@
 //! what commands expect to find ([`setup`]), and then serves commands and file
 //! transfers from one event loop ([`server`]) until the host shuts the guest down.
 //!
-//! Started as an ordinary process it serves the same over a Unix socket, without
-//! mounting anything: `bantam-agent --serve PATH`. That is for tests of either side.
+//! Started as an ordinary process with `--serve` it serves the same on a listening Unix
+//! socket that it is given as standard input, without mounting anything. That is for
+//! tests of either side.
 #![cfg_attr(not(test), no_main)]
 
 mod boot;
@@ -23,11 +24,11 @@ mod sys;
 mod users;
 
 use std::convert::Infallible;
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::net::UnixListener;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use bantam_protocol::GuestControl;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::mount::{MsFlags, mount};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getpid, sync};
@@ -50,13 +51,14 @@ fn run() -> i32 {
         // The kernel takes the end of PID 1 as a panic, which ends the guest too.
         return 1;
     }
-    let mut arguments = std::env::args_os().skip(1);
-    match (arguments.next(), arguments.next()) {
-        (Some(flag), Some(path)) if flag == "--serve" => {
-            let Err(error) = serve(path.as_ref());
-            log(&error.to_string());
-        }
-        _ => log("started as an ordinary process it only serves tests: --serve PATH"),
+    if std::env::args_os()
+        .nth(1)
+        .is_some_and(|flag| flag == "--serve")
+    {
+        let Err(error) = serve();
+        log(&format!("serve the socket that is standard input: {error}"));
+    } else {
+        log("not PID 1; --serve serves a listening Unix socket given as standard input");
     }
     1
 }
@@ -111,10 +113,10 @@ fn shut_down(server: &mut Server, grace: Duration, disk: Option<&OwnedFd>) {
     }
 }
 
-fn serve(path: &std::path::Path) -> Result<Infallible, std::io::Error> {
-    let listener = UnixListener::bind(path)?;
-    listener.set_nonblocking(true)?;
-    let listener = Listener::Unix(OwnedFd::from(listener));
+fn serve() -> Result<Infallible, std::io::Error> {
+    let listener = std::io::stdin().as_fd().try_clone_to_owned()?;
+    fcntl(&listener, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+    let listener = Listener::Unix(listener);
     let mut server = Server::new(listener, None, None)?;
     loop {
         // Without a control stream no one ends it.

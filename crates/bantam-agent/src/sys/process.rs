@@ -54,6 +54,9 @@ pub(crate) enum Step {
 /// `CLONE_INTO_CGROUP` of `clone3(2)`; libc's constant has the wrong width.
 const CLONE_INTO_CGROUP: u64 = 1 << 33;
 
+/// `CLOSE_RANGE_CLOEXEC` of `close_range(2)`.
+const CLOSE_RANGE_CLOEXEC: libc::c_uint = 1 << 2;
+
 /// Bytes of a child's report: the step, then the error number, little-endian.
 pub(crate) const REPORT_LEN: usize = 5;
 
@@ -180,6 +183,13 @@ unsafe fn become_command(
                 return (Step::SetUp, Errno::last());
             }
         }
+        // Ours close themselves; this is for what the agent may have been started with.
+        libc::syscall(
+            libc::SYS_close_range,
+            3,
+            libc::c_uint::MAX,
+            CLOSE_RANGE_CLOEXEC,
+        );
         if plan.tty && libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
             return (Step::SetUp, Errno::last());
         }
