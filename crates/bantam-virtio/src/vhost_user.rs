@@ -36,12 +36,15 @@ use vm_memory::{
 use crate::queue::QueueWiring;
 use crate::sys;
 use crate::{
-    Activation, EventFd, GuestRam, Interrupt, QueueConfig, QueueCursor, SharedCursor, VirtioDevice,
-    features,
+    Activation, DeviceType, EventFd, GuestRam, Interrupt, QueueConfig, QueueCursor, SharedCursor,
+    VirtioDevice, features,
 };
 
 /// Most regions of guest memory a front-end may announce.
 const MAX_REGIONS: usize = 32;
+/// Largest ring. The front-end decides what the driver is offered, and QEMU's virtio-mmio offers this
+/// much whatever the device wants.
+const MAX_RING: u16 = 1024;
 /// Largest piece of configuration space read or written at once, in bytes.
 const MAX_CONFIG: u32 = 256;
 
@@ -151,8 +154,8 @@ fn signal(event: Option<&EventFd>) {
     }
 }
 
+#[derive(Default)]
 struct Ring {
-    max_size: u16,
     config: QueueConfig,
     enabled: bool,
     kick: Option<EventFd>,
@@ -181,13 +184,7 @@ impl Backend {
         let rings: Vec<_> = device
             .queue_max_sizes()
             .iter()
-            .map(|&max_size| Ring {
-                max_size,
-                config: QueueConfig::default(),
-                enabled: false,
-                kick: None,
-                cursor: Arc::default(),
-            })
+            .map(|_| Ring::default())
             .collect();
         let calls = Calls {
             queues: rings.iter().map(|_| Mutex::default()).collect(),
@@ -266,7 +263,7 @@ impl Backend {
             };
             let wiring = QueueWiring {
                 index,
-                max_size: ring.max_size,
+                max_size: MAX_RING,
                 memory: memory.clone(),
                 features: self.features,
                 kick: kick.try_clone().map_err(VhostError::ReqHandlerError)?,
@@ -332,10 +329,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn reset_device(&mut self) -> VhostResult<()> {
         self.stop();
         for ring in &mut self.rings {
-            ring.enabled = false;
-            ring.kick = None;
-            ring.cursor = Arc::default();
-            ring.config = QueueConfig::default();
+            *ring = Ring::default();
         }
         Ok(())
     }
@@ -461,10 +455,14 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn get_protocol_features(&mut self) -> VhostResult<VhostUserProtocolFeatures> {
-        Ok(VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::CONFIG
+        let mut offered = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
-            | VhostUserProtocolFeatures::RESET_DEVICE)
+            | VhostUserProtocolFeatures::RESET_DEVICE;
+        // QEMU warns when a device of a kind that has no configuration offers it.
+        if self.device.device_type() != DeviceType::Entropy {
+            offered |= VhostUserProtocolFeatures::CONFIG;
+        }
+        Ok(offered)
     }
 
     fn set_protocol_features(&mut self, _features: u64) -> VhostResult<()> {
