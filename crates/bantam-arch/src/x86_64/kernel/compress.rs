@@ -76,3 +76,60 @@ fn read_up_to(name: &str, limit: u64, reader: impl Read) -> Result<Vec<u8>> {
     }
     Ok(bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn unpacking_stops_at_the_limit() {
+        const LIMIT: u64 = 1 << 20;
+        let bytes = vec![0; 1 << 20];
+        let pack = |bytes: &[u8]| {
+            let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+            gzip.write_all(bytes).unwrap();
+            let mut xz =
+                lzma_rust2::XzWriter::new(Vec::new(), lzma_rust2::XzOptions::with_preset(0))
+                    .unwrap();
+            xz.write_all(bytes).unwrap();
+            [
+                (Compression::Gzip, gzip.finish().unwrap()),
+                (Compression::Zstd, zstd::encode_all(bytes, 1).unwrap()),
+                (Compression::Xz, xz.finish().unwrap()),
+            ]
+        };
+        for (format, packed) in pack(&bytes) {
+            assert_eq!(Compression::of(&packed), Some(format));
+            assert_eq!(
+                format.unpack(&packed, LIMIT).unwrap().len(),
+                1 << 20,
+                "{format:?}"
+            );
+            let error = format.unpack(&packed, LIMIT - 1).unwrap_err();
+            assert!(
+                matches!(error, ArchError::Limit { .. }),
+                "{format:?}: {error}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_follows_the_stream_is_left_alone() {
+        let mut packed = zstd::encode_all(&b"kernel"[..], 1).unwrap();
+        packed.extend([6, 0, 0, 0]);
+        assert_eq!(Compression::Zstd.unpack(&packed, 100).unwrap(), b"kernel");
+    }
+
+    #[test]
+    fn damaged_data_is_named() {
+        let mut packed = zstd::encode_all(&[7; 1000][..], 1).unwrap();
+        packed.truncate(packed.len() - 3);
+        let error = Compression::Zstd.unpack(&packed, 10_000).unwrap_err();
+        assert!(
+            error.to_string().contains("zstd data is damaged"),
+            "{error}"
+        );
+    }
+}

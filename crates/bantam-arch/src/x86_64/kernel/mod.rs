@@ -172,6 +172,3 @@ impl Kernel {
         })
     }
 }
-
-#[cfg(test)]
-mod tests;

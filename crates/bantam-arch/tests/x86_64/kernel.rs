@@ -1,0 +1,165 @@
+//! What kernels are recognised, and what ends up in guest memory.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use bantam_arch::ArchError;
+use bantam_arch::x86_64::{Format, Kernel, Protocol, Segment};
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::fixture::{LOAD, SEGMENT_OFFSET, bz_image, elf, ram};
+
+const CODE: &[u8] = b"the kernel's first segment";
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut writer = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+    writer.write_all(bytes).unwrap();
+    writer.finish().unwrap()
+}
+
+fn zstd(bytes: &[u8]) -> Vec<u8> {
+    zstd::encode_all(bytes, 19).unwrap()
+}
+
+/// As the kernel's build does it: with the x86 filter and a CRC-32.
+pub(crate) fn xz(bytes: &[u8]) -> Vec<u8> {
+    let mut options = lzma_rust2::XzOptions::with_preset(6);
+    options.set_check_sum_type(lzma_rust2::CheckType::Crc32);
+    options.prepend_pre_filter(lzma_rust2::FilterType::BcjX86, 0);
+    let mut writer = lzma_rust2::XzWriter::new(Vec::new(), options).unwrap();
+    writer.write_all(bytes).unwrap();
+    writer.finish().unwrap()
+}
+
+fn check_loaded(kernel: &Kernel) {
+    let ram = ram(4);
+    let loaded = kernel.load(&ram).unwrap();
+    assert_eq!(loaded.entry, GuestAddress(LOAD));
+    assert_eq!(loaded.start, GuestAddress(LOAD));
+    assert_eq!(loaded.end, GuestAddress(LOAD + CODE.len() as u64 + 4096));
+    let mut bytes = vec![0; CODE.len() + 1];
+    ram.read_slice(&mut bytes, loaded.start).unwrap();
+    assert_eq!(&bytes[..CODE.len()], CODE);
+    assert_eq!(
+        bytes[CODE.len()],
+        0,
+        "what follows the segment in the file is not loaded"
+    );
+}
+
+#[test]
+fn a_pvh_kernel_starts_at_its_note() {
+    let mut file = elf(CODE, true);
+    file.extend(b"section headers or anything");
+    let kernel = Kernel::from_bytes(file).unwrap();
+    assert_eq!(
+        (kernel.format(), kernel.protocol()),
+        (Format::Elf, Protocol::Pvh)
+    );
+    let segment = Segment {
+        file_offset: SEGMENT_OFFSET as u64,
+        file_len: CODE.len() as u64,
+        guest_addr: LOAD,
+        mem_len: CODE.len() as u64 + 4096,
+    };
+    assert_eq!(kernel.segments(), [segment]);
+    check_loaded(&kernel);
+}
+
+#[test]
+fn a_kernel_without_the_note_starts_in_64_bit_mode() {
+    let kernel = Kernel::from_bytes(elf(CODE, false)).unwrap();
+    assert_eq!(kernel.protocol(), Protocol::Linux64);
+    check_loaded(&kernel);
+}
+
+#[test]
+fn an_elf_file_is_loaded_straight_from_disk() {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(&elf(CODE, true)).unwrap();
+    let kernel = Kernel::open(file.path()).unwrap();
+    check_loaded(&kernel);
+    check_loaded(&kernel); // again, for the next machine
+
+    // The file is cut off after it was found sane.
+    file.as_file().set_len(SEGMENT_OFFSET as u64 + 3).unwrap();
+    assert!(matches!(
+        kernel.load(&ram(4)),
+        Err(ArchError::Kernel { .. })
+    ));
+}
+
+#[test]
+fn compressed_kernels_are_unpacked_on_the_host() {
+    let plain = elf(CODE, true);
+    for (name, packed) in [
+        ("gzip", gzip(&plain)),
+        ("zstd", zstd(&plain)),
+        ("xz", xz(&plain)),
+    ] {
+        let kernel = Kernel::from_bytes(packed.clone()).unwrap();
+        assert_eq!(kernel.format(), Format::CompressedElf, "{name}");
+        check_loaded(&kernel);
+        let kernel = Kernel::from_bytes(bz_image(&packed)).unwrap();
+        assert_eq!(kernel.format(), Format::BzImage, "{name}");
+        assert_eq!(kernel.protocol(), Protocol::Pvh, "{name}");
+        check_loaded(&kernel);
+    }
+    let uncompressed = Kernel::from_bytes(bz_image(&plain)).unwrap();
+    check_loaded(&uncompressed);
+}
+
+#[test]
+fn a_compression_that_is_not_supported_is_named() {
+    let error = Kernel::from_bytes(bz_image(&[0x02, 0x21, 0x4c, 0x18, 0, 0])).unwrap_err();
+    assert!(error.to_string().contains("compressed with lz4"), "{error}");
+}
+
+#[test]
+fn a_kernel_that_is_larger_than_ram_is_refused() {
+    let kernel = Kernel::from_bytes(elf(CODE, true)).unwrap();
+    assert!(matches!(
+        kernel.load(&ram(2)),
+        Err(ArchError::Memory { .. })
+    ));
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_named() {
+    let missing = Kernel::open(Path::new("/nonexistent/vmlinux")).unwrap_err();
+    assert!(
+        missing.to_string().contains("/nonexistent/vmlinux"),
+        "{missing}"
+    );
+    assert!(matches!(
+        Kernel::open(Path::new("/")),
+        Err(ArchError::KernelFile { .. })
+    ));
+}
+
+/// Kernels of a distribution or of our own: what `BANTAM_TEST_KERNELS` lists (separated by colons),
+/// and what is installed in `/boot`.
+#[test]
+fn real_kernels_are_understood() {
+    let mut paths: Vec<PathBuf> = std::env::var_os("BANTAM_TEST_KERNELS")
+        .map(|list| std::env::split_paths(&list).collect())
+        .unwrap_or_default();
+    if let Ok(boot) = std::fs::read_dir("/boot") {
+        let kernels = boot.flatten().map(|entry| entry.path());
+        paths.extend(kernels.filter(|path| path.to_string_lossy().contains("/vmlinu")));
+    }
+    if paths.is_empty() {
+        println!("skipped: no kernel in /boot and none in BANTAM_TEST_KERNELS");
+    }
+    for path in paths {
+        let kernel = Kernel::open(&path).unwrap();
+        let loaded = kernel.load(&ram(256)).unwrap();
+        println!("{}: {:?}, {loaded:x?}", path.display(), kernel.format());
+        assert_eq!(
+            loaded.start,
+            GuestAddress(16 << 20),
+            "where Linux links itself to"
+        );
+        assert!(loaded.end > loaded.entry);
+    }
+}
