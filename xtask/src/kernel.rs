@@ -91,11 +91,15 @@ impl Kernel {
         // Two commands that want the same kernel build it once.
         let lock_path = done.join("lock");
         let lock = File::create(&lock_path).map_err(Error::file("creating", &lock_path))?;
-        lock.lock().map_err(Error::file("locking", &lock_path))?;
+        if lock.try_lock().is_err() {
+            progress.update(self.name, "waiting for another command's build".to_owned());
+            lock.lock().map_err(Error::file("locking", &lock_path))?;
+        }
         let built = Built {
             vmlinux: done.join("vmlinux"),
         };
         if !options.force && built.vmlinux.is_file() {
+            progress.forget(self.name);
             return Ok(built);
         }
         let start = Instant::now();

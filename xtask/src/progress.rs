@@ -57,6 +57,12 @@ impl Progress {
         board.line(&format!("{task}: {how}"));
     }
 
+    /// Takes `task` off the board without a word.
+    pub(crate) fn forget(&self, task: &str) {
+        let mut board = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        board.tasks.remove(task);
+    }
+
     /// A line of its own, above the status.
     pub(crate) fn say(&self, text: &str) {
         let mut board = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 
@@ -97,23 +97,22 @@ pub(crate) fn run(
     shares.add_to(&mut qemu);
     let out = Port::new(&mut qemu, temp.path(), "stdout", stdout)?;
     let err = Port::new(&mut qemu, temp.path(), "stderr", stderr)?;
-    let (code_sender, code) = mpsc::channel();
-    let result = Port::new(&mut qemu, temp.path(), "result", ToChannel(code_sender))?;
+    let (events, received) = mpsc::channel();
+    let result = Port::new(&mut qemu, temp.path(), "result", Answers(events.clone()))?;
 
     let mut child = qemu.spawn().map_err(host::start_error(&qemu))?;
     // QEMU's end is the end of its stderr.
-    let (ended_sender, ended) = mpsc::channel();
     let said = child.stderr.take();
     thread::spawn(move || {
         let mut text = Vec::new();
         if let Some(mut said) = said {
             let _ = said.read_to_end(&mut text);
         }
-        let _ = ended_sender.send(text);
+        let _ = events.send(Event::Ended(text));
     });
-    let end = ended.recv_timeout(Duration::from_secs(args.timeout));
-    let timed_out = end.is_err();
-    if timed_out {
+    let mut watch = Watch::new(temp, &console);
+    let in_time = watch.until_end(&received, Duration::from_secs(args.timeout));
+    if !in_time {
         let _ = child.kill();
     }
     child
@@ -122,21 +121,98 @@ pub(crate) fn run(
     for port in [out, err, result] {
         port.finish();
     }
-    if timed_out {
+    if !in_time {
         progress.say(&format!("rig: killed after {} s", args.timeout));
         return Ok(Outcome { code: TIMED_OUT });
     }
-    let answer: Vec<u8> = code.try_iter().flatten().collect();
-    if let Ok(code) = String::from_utf8_lossy(&answer).trim().parse() {
-        return Ok(Outcome { code });
+    // The port's last bytes may come after QEMU's end.
+    for event in received.try_iter() {
+        watch.take(event);
     }
-    let said = String::from_utf8_lossy(&end.unwrap_or_default()).into_owned();
-    let console = fs::read(&console).unwrap_or_default();
-    Err(Error::other(format!(
-        "the rig's outer machine ended without an answer\n{}{}",
-        said,
-        host::last_lines(&String::from_utf8_lossy(&console), 40)
-    )))
+    watch.outcome()
+}
+
+/// What the threads tell the one that waits.
+enum Event {
+    /// Bytes from the outer machine's PID 1.
+    Answer(Vec<u8>),
+    /// QEMU ended and said this.
+    Ended(Vec<u8>),
+}
+
+/// What is known of a run so far.
+struct Watch {
+    /// Removed as soon as the outer machine is up, so that nothing stays even
+    /// when this process is killed.
+    temp: Option<tempfile::TempDir>,
+    console_path: PathBuf,
+    console: Option<fs::File>,
+    answer: Vec<u8>,
+    said: Vec<u8>,
+}
+
+impl Watch {
+    fn new(temp: tempfile::TempDir, console: &Path) -> Self {
+        Self {
+            temp: Some(temp),
+            console_path: console.to_path_buf(),
+            console: None,
+            answer: Vec::new(),
+            said: Vec::new(),
+        }
+    }
+
+    /// Handles events until QEMU's end; `false` when the time is over first.
+    fn until_end(&mut self, events: &mpsc::Receiver<Event>, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Ok(event) = events.recv_timeout(left) else {
+                return false;
+            };
+            if self.take(event) {
+                return true;
+            }
+        }
+    }
+
+    /// Takes one event; tells whether it was the end.
+    fn take(&mut self, event: Event) -> bool {
+        match event {
+            Event::Answer(bytes) => {
+                self.answer.extend(bytes);
+                if let Some(temp) = self.temp.take() {
+                    self.console = fs::File::open(&self.console_path).ok();
+                    drop(temp);
+                }
+                false
+            }
+            Event::Ended(said) => {
+                self.said = said;
+                true
+            }
+        }
+    }
+
+    /// The exit code that PID 1 gave after its `ready`.
+    fn outcome(self) -> Result<Outcome> {
+        let answer = String::from_utf8_lossy(&self.answer).into_owned();
+        if let Some(Ok(code)) = answer.lines().nth(1).map(str::parse) {
+            return Ok(Outcome { code });
+        }
+        let mut console = Vec::new();
+        if let Some(mut file) = self
+            .console
+            .or_else(|| fs::File::open(self.console_path).ok())
+        {
+            let _ = file.read_to_end(&mut console);
+        }
+        Err(Error::other(format!(
+            "the rig's outer machine ended without an exit code\n{}{}",
+            String::from_utf8_lossy(&self.said),
+            host::last_lines(&String::from_utf8_lossy(&console), 40)
+        )))
+    }
 }
 
 /// QEMU without the devices that depend on the run.
@@ -412,11 +488,14 @@ fn copy(from: &mut UnixStream, to: &mut impl Write) {
     }
 }
 
-struct ToChannel(mpsc::Sender<Vec<u8>>);
+/// Bytes from PID 1, as events.
+struct Answers(mpsc::Sender<Event>);
 
-impl Write for ToChannel {
+impl Write for Answers {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.send(bytes.to_vec()).map_err(io::Error::other)?;
+        self.0
+            .send(Event::Answer(bytes.to_vec()))
+            .map_err(io::Error::other)?;
         Ok(bytes.len())
     }
 
