@@ -41,7 +41,7 @@ pub struct ImageConfig {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Argv {
     /// Run these words; there is at least one.
-    Run(Vec<String>),
+    Run(Vec<Vec<u8>>),
     /// Neither the image nor the caller names a command: keep the machine up, to execute in.
     Idle,
 }
@@ -49,19 +49,23 @@ pub enum Argv {
 impl ImageConfig {
     /// The command line, by Docker's rules: the caller's arguments replace `Cmd`; the caller's entrypoint
     /// replaces `Entrypoint` and drops the image's `Cmd`. An empty entrypoint, or a single empty word, clears it.
-    pub fn process(&self, args: &[String], entrypoint: Option<&[String]>) -> Argv {
-        let default_args = if entrypoint.is_some() {
-            &[][..]
+    /// Words are bytes, as `execve` takes them.
+    pub fn process(&self, args: &[Vec<u8>], entrypoint: Option<&[Vec<u8>]>) -> Argv {
+        let bytes = |words: &[String]| words.iter().map(|word| word.clone().into_bytes()).collect();
+        let default_args: Vec<Vec<u8>> = match entrypoint {
+            Some(_) => Vec::new(),
+            None => bytes(&self.cmd),
+        };
+        let mut argv: Vec<Vec<u8>> = match entrypoint {
+            Some([only]) if only.is_empty() => Vec::new(),
+            Some(words) => words.to_vec(),
+            None => bytes(&self.entrypoint),
+        };
+        argv.extend(if args.is_empty() {
+            default_args
         } else {
-            &self.cmd[..]
-        };
-        let entrypoint = match entrypoint {
-            Some([only]) if only.is_empty() => &[][..],
-            Some(words) => words,
-            None => &self.entrypoint,
-        };
-        let args = if args.is_empty() { default_args } else { args };
-        let argv: Vec<String> = entrypoint.iter().chain(args).cloned().collect();
+            args.to_vec()
+        });
         if argv.is_empty() {
             Argv::Idle
         } else {
@@ -72,24 +76,25 @@ impl ImageConfig {
     /// The environment: the image's entries, each overridden by the caller's of the same name, then the caller's
     /// others, then `PATH` if still missing. Entries without a name or without `=` are dropped; of two entries of
     /// one name the later value counts, at the earlier place. `HOME` is the guest's to add: it needs passwd.
-    pub fn environment(&self, user: &[(String, String)]) -> Vec<String> {
-        let mut merged: Vec<(&str, &str)> = Vec::new();
+    pub fn environment(&self, user: &[(Vec<u8>, Vec<u8>)]) -> Vec<Vec<u8>> {
+        let mut merged: Vec<(&[u8], &[u8])> = Vec::new();
         let image = self.env.iter().filter_map(|entry| entry.split_once('='));
+        let image = image.map(|(name, value)| (name.as_bytes(), value.as_bytes()));
         let user = user
             .iter()
-            .map(|(name, value)| (name.as_str(), value.as_str()));
+            .map(|(name, value)| (name.as_slice(), value.as_slice()));
         for (name, value) in image.chain(user).filter(|(name, _)| !name.is_empty()) {
             match merged.iter_mut().find(|(seen, _)| *seen == name) {
                 Some(entry) => entry.1 = value,
                 None => merged.push((name, value)),
             }
         }
-        if !merged.iter().any(|(name, _)| *name == "PATH") {
-            merged.push(("PATH", DEFAULT_PATH));
+        if !merged.iter().any(|(name, _)| *name == b"PATH") {
+            merged.push((b"PATH", DEFAULT_PATH.as_bytes()));
         }
         merged
             .into_iter()
-            .map(|(name, value)| format!("{name}={value}"))
+            .map(|(name, value)| [name, b"=", value].concat())
             .collect()
     }
 }
@@ -190,6 +195,10 @@ mod tests {
         text.split_whitespace().map(str::to_owned).collect()
     }
 
+    fn bytes(text: &str) -> Vec<Vec<u8>> {
+        words(text).into_iter().map(String::into_bytes).collect()
+    }
+
     #[test]
     fn entrypoint_and_cmd_combine_by_dockers_rules() {
         // entrypoint, cmd, user's entrypoint, user's args -> argv
@@ -211,15 +220,15 @@ mod tests {
                 cmd: words(cmd),
                 ..ImageConfig::default()
             };
-            let over = over.map(words);
-            let want = words(want);
+            let over = over.map(bytes);
+            let want = bytes(want);
             let want = if want.is_empty() {
                 Argv::Idle
             } else {
                 Argv::Run(want)
             };
             assert_eq!(
-                config.process(&words(args), over.as_deref()),
+                config.process(&bytes(args), over.as_deref()),
                 want,
                 "{entrypoint}|{cmd}|{over:?}|{args}"
             );
@@ -229,8 +238,8 @@ mod tests {
             ..ImageConfig::default()
         };
         assert_eq!(
-            config.process(&words("ls"), Some(&[String::new()])),
-            Argv::Run(words("ls"))
+            config.process(&bytes("ls"), Some(&[Vec::new()])),
+            Argv::Run(bytes("ls"))
         );
     }
 
@@ -262,9 +271,10 @@ mod tests {
             };
             let user: Vec<_> = user
                 .iter()
-                .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
+                .map(|(k, v)| (k.as_bytes().to_vec(), v.as_bytes().to_vec()))
                 .collect();
-            assert_eq!(config.environment(&user), *want, "{image:?} {user:?}");
+            let want: Vec<_> = want.iter().map(|entry| entry.as_bytes()).collect();
+            assert_eq!(config.environment(&user), want, "{image:?} {user:?}");
         }
     }
 

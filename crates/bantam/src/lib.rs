@@ -1,1 +1,52 @@
-//! Embed a microVM sandbox: boot an OCI image in its own Linux kernel and run commands in it
+//! A sandbox with its own Linux kernel, for any Rust program.
+//!
+//! [`Machine::builder`] boots an OCI image in a microVM; [`Machine::exec`] runs commands in it.
+//! There is no daemon, no container engine and no need for root. Everything blocks; no async
+//! runtime is involved. Nothing in this library prints, exits, or changes signal handling.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use bantam::Machine;
+//!
+//! let machine = Machine::builder().image("python:3.12-slim").memory_mib(512).start()?;
+//! let out = machine
+//!     .exec(["bash", "-c", "uname -a"])
+//!     .env("GREETING", "hello")
+//!     .timeout(Duration::from_secs(120))
+//!     .output()?;
+//! println!("{}", String::from_utf8_lossy(&out.stdout));
+//! machine.write_file("/tmp/in", b"bytes")?;
+//! assert_eq!(machine.read_file("/tmp/in")?, b"bytes");
+//! let report = machine.stop()?;
+//! println!("ended: {:?}", report.cause);
+//! # Ok::<(), bantam::Error>(())
+//! ```
+//!
+//! Dropping a [`Machine`] ends it and leaves nothing behind.
+
+mod builder;
+mod child;
+mod command;
+mod control;
+mod error;
+mod files;
+mod guest;
+mod home;
+mod machine;
+mod wire;
+
+pub use bantam_image::{
+    Image, ImageConfig, ImageSource, Layer, NoProgress, Platform, Progress, PullPolicy, Reference,
+    Stage,
+};
+pub use bantam_protocol::Size;
+pub use bantam_vmm::{
+    Availability, EngineChoice, EngineKind, EngineReport, ExitCause, Phase, Timeline, probe_engines,
+};
+pub use builder::MachineBuilder;
+pub use child::{Child, ChildStderr, ChildStdin, ChildStdout};
+pub use command::{Exec, Finished, Output, Status};
+pub use error::Error;
+pub use guest::{find_guest, guest_search_path};
+pub use home::Home;
+pub use machine::{Machine, Report};

@@ -1,0 +1,137 @@
+//! How bantam's own failures are reported.
+
+use std::error::Error as _;
+use std::io::Write;
+
+use serde::Serialize;
+
+use crate::args::ErrorFormat;
+
+/// A failure of bantam itself (a command that fails is none).
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// From the library.
+    Library(bantam::Error),
+    /// The arguments make no sense together; exit code 2.
+    Usage(String),
+    /// Standard output cannot be written.
+    Output(std::io::Error),
+}
+
+impl From<bantam::Error> for Failure {
+    fn from(error: bantam::Error) -> Self {
+        Self::Library(error)
+    }
+}
+
+#[derive(Serialize)]
+struct Object<'a> {
+    error: Body<'a>,
+}
+
+#[derive(Serialize)]
+struct Body<'a> {
+    code: &'a str,
+    message: String,
+    hint: Option<String>,
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    console: &'a [String],
+}
+
+impl Failure {
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            Self::Library(error) => error.exit_code(),
+            Self::Usage(_) => 2,
+            Self::Output(_) => 125,
+        }
+    }
+
+    /// Writes it to standard error. A closed standard output (`| head`) is no news.
+    pub(crate) fn report(&self, format: ErrorFormat) {
+        if let Self::Output(error) = self
+            && error.kind() == std::io::ErrorKind::BrokenPipe
+        {
+            return;
+        }
+        let text = match format {
+            ErrorFormat::Text => self.text(),
+            ErrorFormat::Json => self.json(),
+        };
+        // If standard error is gone, there is nobody left to tell.
+        let _ = writeln!(std::io::stderr().lock(), "{text}");
+    }
+
+    fn text(&self) -> String {
+        let mut text = format!("error: {}", self.message());
+        let console = self.console();
+        if !console.is_empty() {
+            text.push_str("\nlast lines of the guest's console:");
+            for line in console {
+                text.push_str("\n  | ");
+                text.push_str(line);
+            }
+        }
+        if let Some(hint) = self.hint() {
+            text.push_str("\nhint: ");
+            text.push_str(&hint);
+        }
+        text
+    }
+
+    fn json(&self) -> String {
+        let object = Object {
+            error: Body {
+                code: self.code(),
+                message: self.message(),
+                hint: self.hint(),
+                console: self.console(),
+            },
+        };
+        serde_json::to_string(&object).unwrap_or_else(|_| self.text())
+    }
+
+    /// The message and the messages of its causes. A cause that its parent already quotes is
+    /// not said twice.
+    fn message(&self) -> String {
+        match self {
+            Self::Library(error) => {
+                let mut message = error.to_string();
+                let mut cause = error.source();
+                while let Some(error) = cause {
+                    let text = error.to_string();
+                    if !message.contains(&text) {
+                        message = format!("{message}: {text}");
+                    }
+                    cause = error.source();
+                }
+                message
+            }
+            Self::Usage(message) => message.clone(),
+            Self::Output(error) => format!("cannot write to standard output: {error}"),
+        }
+    }
+
+    fn code(&self) -> &str {
+        match self {
+            Self::Library(error) => error.code(),
+            Self::Usage(_) => "usage",
+            Self::Output(_) => "io",
+        }
+    }
+
+    fn hint(&self) -> Option<String> {
+        match self {
+            Self::Library(error) => error.hint(),
+            Self::Usage(_) => Some("see `bantam run --help`".to_owned()),
+            Self::Output(_) => None,
+        }
+    }
+
+    fn console(&self) -> &[String] {
+        match self {
+            Self::Library(error) => error.console(),
+            Self::Usage(_) | Self::Output(_) => &[],
+        }
+    }
+}

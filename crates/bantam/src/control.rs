@@ -1,0 +1,112 @@
+//! The control stream: how a guest comes up and how it is asked to end.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use bantam_protocol::{Configure, GuestControl, Hello, HostControl, PROTOCOL_VERSION};
+use bantam_virtio::vsock::VsockListener;
+use bantam_vmm::{Phase, Timeline};
+
+use crate::Error;
+use crate::wire::{FrameReceiver, ReceiveError};
+
+/// Why the guest did not say hello.
+pub(crate) enum HelloError {
+    /// The text tells.
+    Failed(String),
+    /// The versions differ.
+    Library(Error),
+}
+
+/// A guest that said hello.
+#[derive(Debug)]
+pub(crate) struct Control {
+    stream: UnixStream,
+    /// What the guest said.
+    pub(crate) hello: Hello,
+}
+
+impl Control {
+    /// Waits for the guest's hello and answers it.
+    pub(crate) fn accept(
+        listener: &VsockListener,
+        timeout: Duration,
+        hostname: &str,
+        timeline: &Timeline,
+    ) -> Result<Self, HelloError> {
+        let deadline = Instant::now() + timeout;
+        let late = || HelloError::Failed(format!("no sign of life within {} s", timeout.as_secs()));
+        let stream = listener
+            .accept_timeout(timeout)
+            .map_err(|error| match error.kind() {
+                std::io::ErrorKind::TimedOut | std::io::ErrorKind::WouldBlock => late(),
+                _ => HelloError::Failed("the guest ended before its agent said hello".to_owned()),
+            })?;
+        let reader = stream
+            .try_clone()
+            .map_err(|error| HelloError::Failed(error.to_string()))?;
+        let hello = FrameReceiver::new(reader).receive(Some(deadline), |frame| {
+            GuestControl::decode(&frame).map_err(ReceiveError::from)
+        });
+        let hello = match hello {
+            Ok(GuestControl::Hello(hello)) => hello,
+            Ok(GuestControl::BootFailed(message)) => return Err(HelloError::Failed(message)),
+            Ok(GuestControl::ShuttingDown) | Err(ReceiveError::Gone) => {
+                return Err(HelloError::Failed(
+                    "the guest ended before its agent said hello".to_owned(),
+                ));
+            }
+            Err(ReceiveError::TimedOut) => return Err(late()),
+            Err(ReceiveError::Protocol(error)) => {
+                return Err(HelloError::Library(Error::Protocol(error.to_string())));
+            }
+        };
+        if hello.protocol_version != PROTOCOL_VERSION {
+            return Err(HelloError::Library(Error::AgentVersion {
+                found: hello.protocol_version,
+                expected: PROTOCOL_VERSION,
+            }));
+        }
+        mark_boot(timeline, &hello);
+        let mut control = Self { stream, hello };
+        control
+            .configure(hostname)
+            .map_err(|error| HelloError::Failed(format!("the agent hung up: {error}")))?;
+        Ok(control)
+    }
+
+    fn configure(&mut self, hostname: &str) -> std::io::Result<()> {
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        let message = HostControl::Configure(Configure {
+            hostname: hostname.to_owned(),
+            wall_clock_ns: u64::try_from(now.as_nanos()).unwrap_or(u64::MAX),
+        });
+        let bytes = message.encode().map_err(std::io::Error::other)?;
+        self.stream.write_all(&bytes)
+    }
+
+    /// Asks the guest to end its processes (by force after `grace`), write everything back and
+    /// power off.
+    pub(crate) fn shutdown(&mut self, grace: Duration) -> std::io::Result<()> {
+        let grace_ms = u32::try_from(grace.as_millis()).unwrap_or(u32::MAX);
+        let bytes = HostControl::Shutdown { grace_ms }
+            .encode()
+            .map_err(std::io::Error::other)?;
+        self.stream.write_all(&bytes)
+    }
+}
+
+/// The host sees the hello; when `/init` began is known only by the guest's clock.
+fn mark_boot(timeline: &Timeline, hello: &Hello) {
+    timeline.mark(Phase::AgentHello);
+    let agent = hello.timings.hello_ns.saturating_sub(hello.timings.init_ns);
+    if let Some(at) = timeline
+        .get(Phase::AgentHello)
+        .and_then(|at| at.checked_sub(Duration::from_nanos(agent)))
+    {
+        timeline.mark_at(Phase::GuestInit, at);
+    }
+}

@@ -1,0 +1,181 @@
+//! The library's error.
+
+use std::io;
+use std::path::PathBuf;
+
+use bantam_protocol::{FileFailureKind, StartFailedKind};
+
+/// What can fail between a call and its result.
+///
+/// A message starts with what failed; [`Error::hint`] says what to do about it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No image was named.
+    #[error("no image was given")]
+    NoImage,
+    /// The image could not be resolved, pulled, read or converted.
+    #[error(transparent)]
+    Image(#[from] bantam_image::Error),
+    /// The virtual machine could not be started.
+    #[error(transparent)]
+    Vm(#[from] bantam_vmm::VmmError),
+    /// The guest kernel or the initramfs was not found.
+    #[error("the guest kernel and initramfs were not found (looked in {})", join(.searched))]
+    GuestNotFound {
+        /// Every directory that was tried.
+        searched: Vec<PathBuf>,
+    },
+    /// The guest did not come up.
+    #[error("the machine did not boot: {reason} ({engine} engine)")]
+    Boot {
+        /// What happened.
+        reason: String,
+        /// The engine.
+        engine: bantam_vmm::EngineKind,
+        /// The last lines of the guest's console.
+        console: Vec<String>,
+    },
+    /// The agent in the guest is not the one this library was built with.
+    #[error("the initramfs is of another version: it speaks protocol {found}, not {expected}")]
+    AgentVersion {
+        /// The guest's protocol version.
+        found: u32,
+        /// Ours.
+        expected: u32,
+    },
+    /// A command could not be started.
+    #[error("cannot run '{command}': {message}")]
+    Start {
+        /// The command's name.
+        command: String,
+        /// What sort of failure.
+        kind: StartFailedKind,
+        /// Why.
+        message: String,
+    },
+    /// A file in the guest could not be read or written.
+    #[error("{message}")]
+    File {
+        /// What sort of failure.
+        kind: FileFailureKind,
+        /// What happened, naming the path.
+        message: String,
+    },
+    /// The machine ended while it was needed.
+    #[error("the machine ended while {what}: {cause}")]
+    MachineDied {
+        /// What was going on.
+        what: String,
+        /// Why it ended, as far as is known.
+        cause: String,
+        /// The last lines of the guest's console.
+        console: Vec<String>,
+    },
+    /// The guest sent something that makes no sense.
+    #[error("the guest broke the protocol: {0}")]
+    Protocol(String),
+    /// A command is empty or holds a NUL byte.
+    #[error("invalid command: {0}")]
+    InvalidCommand(String),
+    /// Bytes could not be moved to or from the caller's side.
+    #[error("{what}")]
+    Io {
+        /// What was attempted.
+        what: &'static str,
+        /// The operating system's reason.
+        source: io::Error,
+    },
+    /// No directory for state could be determined.
+    #[error(
+        "cannot tell where to keep images: neither BANTAM_HOME, XDG_CACHE_HOME nor HOME is set"
+    )]
+    NoHome,
+}
+
+fn join(paths: &[PathBuf]) -> String {
+    let shown: Vec<_> = paths
+        .iter()
+        .map(|path| path.display().to_string())
+        .collect();
+    shown.join(", ")
+}
+
+impl Error {
+    pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { what, source }
+    }
+
+    /// What the user can do next, where that is known.
+    #[must_use]
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::NoImage => Some("name one, for example --image debian:12 or --image ./image.tar".into()),
+            Self::GuestNotFound { .. } => Some(
+                "build them with `cargo xtask guest`, or name a directory in BANTAM_GUEST_DIR".into(),
+            ),
+            Self::AgentVersion { .. } => {
+                Some("rebuild the guest with `cargo xtask guest`".into())
+            }
+            Self::Start { command, kind: StartFailedKind::NotFound, .. } if command == "bash" => Some(
+                "the image may have no bash: use sh, or install bash in the image (Alpine: apk add bash)".into(),
+            ),
+            Self::Vm(bantam_vmm::VmmError::NoEngine(_) | bantam_vmm::VmmError::EngineUnavailable { .. }) => {
+                Some("`bantam doctor` shows what this host offers".into())
+            }
+            Self::NoHome => Some("set BANTAM_HOME to a directory".into()),
+            _ => None,
+        }
+    }
+
+    /// The last lines of the guest's console, where the error is about a guest that ended.
+    #[must_use]
+    pub fn console(&self) -> &[String] {
+        match self {
+            Self::Boot { console, .. } | Self::MachineDied { console, .. } => console,
+            _ => &[],
+        }
+    }
+
+    /// A short name for programs.
+    #[must_use]
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::NoImage | Self::InvalidCommand(_) => "usage",
+            Self::Image(_) => "image",
+            Self::Vm(_) => "vm",
+            Self::GuestNotFound { .. } => "guest_not_found",
+            Self::Boot { .. } => "boot",
+            Self::AgentVersion { .. } => "agent_version",
+            Self::Start { kind, .. } => match kind {
+                StartFailedKind::NotFound => "command_not_found",
+                StartFailedKind::NotExecutable => "command_not_executable",
+                StartFailedKind::BadWorkingDir => "bad_working_dir",
+                StartFailedKind::BadUser => "bad_user",
+                StartFailedKind::Internal => "start_failed",
+            },
+            Self::File { .. } => "file",
+            Self::MachineDied { .. } => "machine_died",
+            Self::Protocol(_) => "protocol",
+            Self::Io { .. } => "io",
+            Self::NoHome => "no_home",
+        }
+    }
+
+    /// The exit code of a program whose command failed so: 127 for a command that does not
+    /// exist, 126 for one that cannot be executed, 125 for everything else.
+    #[must_use]
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Start {
+                kind: StartFailedKind::NotFound,
+                ..
+            } => 127,
+            Self::Start {
+                kind: StartFailedKind::NotExecutable,
+                ..
+            } => 126,
+            _ => 125,
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! Frames over a stream to the guest's agent.
+
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use bantam_protocol::{Decoder, Frame, HostExec, Kind, MAX_DATA_LEN, write_frame};
+
+use crate::Error;
+
+/// The sending side, shared by everyone who talks to one command.
+#[derive(Debug, Clone)]
+pub(crate) struct FrameSender {
+    stream: Arc<UnixStream>,
+    /// Held while a frame is written, so that frames of two threads do not mix.
+    writing: Arc<Mutex<()>>,
+}
+
+impl FrameSender {
+    pub(crate) fn new(stream: UnixStream) -> Self {
+        Self {
+            stream: Arc::new(stream),
+            writing: Arc::default(),
+        }
+    }
+
+    pub(crate) fn send(&self, message: &HostExec<'_>) -> io::Result<()> {
+        let bytes = message.encode().map_err(io::Error::other)?;
+        let _writing = self.lock();
+        (&*self.stream).write_all(&bytes)
+    }
+
+    /// Sends bytes of standard input or of a file, whole.
+    pub(crate) fn send_data(&self, bytes: &[u8]) -> io::Result<()> {
+        for piece in bytes.chunks(MAX_DATA_LEN) {
+            let _writing = self.lock();
+            write_frame(&mut &*self.stream, Kind::Stdin, piece).map_err(|error| match error {
+                bantam_protocol::Error::Io(error) => error,
+                other => io::Error::other(other),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Ends the stream both ways, for every holder.
+    pub(crate) fn hang_up(&self) {
+        // Not through the lock: a sender that is stuck in a write must be freed by this.
+        // Fails only when the other side is gone, which is what is wanted.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.writing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Copies `input` to the guest as standard input, then says that it ended. Stops early, and
+/// without an error, when the command is gone.
+pub(crate) fn send_all(mut input: impl Read, sender: &FrameSender) -> io::Result<()> {
+    let mut buffer = vec![0; MAX_DATA_LEN];
+    loop {
+        let count = match input.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => {
+                // The command must not wait for bytes that will not come.
+                let _ = sender.send(&HostExec::StdinEof);
+                return Err(error);
+            }
+        };
+        if sender.send_data(&buffer[..count]).is_err() {
+            return Ok(());
+        }
+    }
+    // As above: a command that has ended needs no end of input.
+    let _ = sender.send(&HostExec::StdinEof);
+    Ok(())
+}
+
+/// Why no frame came.
+#[derive(Debug)]
+pub(crate) enum ReceiveError {
+    /// The stream ended or failed: the agent or its machine is gone.
+    Gone,
+    /// The deadline passed.
+    TimedOut,
+    /// The bytes make no sense.
+    Protocol(bantam_protocol::Error),
+}
+
+impl From<bantam_protocol::Error> for ReceiveError {
+    fn from(error: bantam_protocol::Error) -> Self {
+        Self::Protocol(error)
+    }
+}
+
+/// The receiving side.
+#[derive(Debug)]
+pub(crate) struct FrameReceiver {
+    stream: UnixStream,
+    decoder: Decoder,
+    buffer: Box<[u8]>,
+    filled: std::ops::Range<usize>,
+}
+
+impl FrameReceiver {
+    /// Room for a few frames of data, so that one read empties a burst.
+    const BUFFER: usize = 128 * 1024;
+
+    pub(crate) fn new(stream: UnixStream) -> Self {
+        Self {
+            stream,
+            decoder: Decoder::new(),
+            buffer: vec![0; Self::BUFFER].into_boxed_slice(),
+            filled: 0..0,
+        }
+    }
+
+    /// Waits for the next frame and hands it to `take`.
+    pub(crate) fn receive<T>(
+        &mut self,
+        deadline: Option<Instant>,
+        take: impl FnOnce(Frame<'_>) -> Result<T, ReceiveError>,
+    ) -> Result<T, ReceiveError> {
+        loop {
+            let mut chunk = &self.buffer[self.filled.clone()];
+            let frame = self.decoder.next_frame(&mut chunk)?;
+            self.filled.start = self.filled.end - chunk.len();
+            if let Some(frame) = frame {
+                return take(frame);
+            }
+            self.filled = 0..self.read(deadline)?;
+        }
+    }
+
+    fn read(&mut self, deadline: Option<Instant>) -> Result<usize, ReceiveError> {
+        loop {
+            if let Some(deadline) = deadline {
+                let left = deadline
+                    .checked_duration_since(Instant::now())
+                    .filter(|left| !left.is_zero())
+                    .ok_or(ReceiveError::TimedOut)?;
+                self.stream
+                    .set_read_timeout(Some(left))
+                    .map_err(|_| ReceiveError::Gone)?;
+            }
+            match self.stream.read(&mut self.buffer) {
+                Ok(0) => return Err(ReceiveError::Gone),
+                Ok(count) => return Ok(count),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(ReceiveError::TimedOut);
+                }
+                Err(_) => return Err(ReceiveError::Gone),
+            }
+        }
+    }
+}
+
+/// Both sides of one stream.
+pub(crate) fn split(stream: UnixStream) -> Result<(FrameSender, FrameReceiver), Error> {
+    let sender = stream
+        .try_clone()
+        .map_err(Error::io("cannot duplicate a stream to the guest"))?;
+    Ok((FrameSender::new(sender), FrameReceiver::new(stream)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn stdout(frame: Frame<'_>) -> Result<Vec<u8>, ReceiveError> {
+        assert_eq!(frame.kind, Kind::Stdout);
+        Ok(frame.payload.to_vec())
+    }
+
+    #[test]
+    fn frames_arrive_whole_however_the_stream_is_cut() {
+        let (mut guest, host) = UnixStream::pair().unwrap();
+        let writer = std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            for n in 0..200_usize {
+                write_frame(&mut bytes, Kind::Stdout, &vec![7; n * 331 % 65_536]).unwrap();
+            }
+            for piece in bytes.chunks(1_009) {
+                guest.write_all(piece).unwrap();
+            }
+        });
+        let mut receiver = FrameReceiver::new(host);
+        for n in 0..200_usize {
+            let payload = receiver.receive(None, stdout).unwrap();
+            assert_eq!(payload, vec![7; n * 331 % 65_536]);
+        }
+        assert!(matches!(
+            receiver.receive(None, stdout),
+            Err(ReceiveError::Gone)
+        ));
+        writer.join().unwrap();
+    }
+
+    #[test]
+    fn a_silent_guest_runs_into_the_deadline() {
+        let (_guest, host) = UnixStream::pair().unwrap();
+        let deadline = Instant::now() + Duration::from_millis(20);
+        let result = FrameReceiver::new(host).receive(Some(deadline), stdout);
+        assert!(matches!(result, Err(ReceiveError::TimedOut)));
+    }
+
+    #[test]
+    fn garbage_is_a_protocol_error_and_not_a_hang() {
+        let (mut guest, host) = UnixStream::pair().unwrap();
+        guest.write_all(&[0xff; 64]).unwrap();
+        let result = FrameReceiver::new(host).receive(None, stdout);
+        assert!(matches!(result, Err(ReceiveError::Protocol(_))));
+    }
+
+    #[test]
+    fn input_for_a_command_that_has_ended_is_dropped_without_an_error() {
+        let (guest, host) = UnixStream::pair().unwrap();
+        drop(guest);
+        let input = std::io::repeat(1).take(1 << 20);
+        send_all(input, &FrameSender::new(host)).unwrap();
+    }
+}
