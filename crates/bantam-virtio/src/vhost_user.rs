@@ -62,7 +62,7 @@ pub struct Server {
 pub fn serve(device: Box<dyn VirtioDevice>, socket: UnixStream) -> io::Result<Server> {
     let name = format!("vhost-{:?}", device.device_type()).to_lowercase();
     let backend = Arc::new(Mutex::new(Backend::new(device)));
-    let ours = socket.try_clone()?;
+    let (ours, theirs) = (socket.try_clone()?, socket.try_clone()?);
     let mut handler = BackendReqHandler::from_stream(socket, backend);
     let thread = std::thread::Builder::new()
         .name(name.clone())
@@ -82,6 +82,8 @@ pub fn serve(device: Box<dyn VirtioDevice>, socket: UnixStream) -> io::Result<Se
                     }
                 }
             }
+            // The server has a copy of the socket: closing ours would tell nobody.
+            let _ = theirs.shutdown(Shutdown::Both);
         })?;
     Ok(Server {
         socket: ours,

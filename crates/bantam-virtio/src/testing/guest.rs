@@ -192,6 +192,16 @@ impl Guest {
         addr
     }
 
+    /// Writes bytes into guest RAM.
+    pub fn write(&self, addr: u64, bytes: &[u8]) {
+        self.memory.write_slice(bytes, GuestAddress(addr)).unwrap();
+    }
+
+    /// Whether the device returned a chain on `queue` that was not looked at yet.
+    pub fn has_used(&self, queue: usize) -> bool {
+        self.rings[queue].has_used()
+    }
+
     /// Bytes of guest RAM.
     pub fn read(&self, addr: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];

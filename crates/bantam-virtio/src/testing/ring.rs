@@ -189,24 +189,25 @@ impl TestRing {
         u16::from_le(event) == self.avail_idx.wrapping_sub(1)
     }
 
-    /// The next chain that the device returned, if any: its head and the bytes written.
-    pub fn take_used(&mut self) -> Option<(u32, u32)> {
+    /// Whether the device returned a chain that was not taken yet.
+    pub fn has_used(&self) -> bool {
         let idx: u16 = self
             .memory
             .load(GuestAddress(self.base + USED + 2), Ordering::Acquire)
             .unwrap();
-        if u16::from_le(idx) == self.used_seen {
+        u16::from_le(idx) != self.used_seen
+    }
+
+    /// The next chain that the device returned, if any: its head and the bytes written.
+    pub fn take_used(&mut self) -> Option<(u32, u32)> {
+        if !self.has_used() {
             // Ask for an interrupt at the next one, and look again.
             let used_event = GuestAddress(self.base + AVAIL + 4 + 2 * u64::from(self.size));
             self.memory
                 .store(self.used_seen.to_le(), used_event, Ordering::Relaxed)
                 .unwrap();
             fence(Ordering::SeqCst);
-            let idx: u16 = self
-                .memory
-                .load(GuestAddress(self.base + USED + 2), Ordering::Acquire)
-                .unwrap();
-            if u16::from_le(idx) == self.used_seen {
+            if !self.has_used() {
                 return None;
             }
         }

@@ -1,5 +1,4 @@
 //! Every device does its work over every transport.
-#![allow(clippy::unwrap_used)]
 
 use std::fs::File;
 use std::io::{Read, Write};

@@ -1,0 +1,12 @@
+//! The devices against a driver that plays by the rules, and against one that does not.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::cast_possible_truncation
+)]
+
+mod devices;
+mod hostile;
+mod random;
+mod vsock;
+mod vsock_driver;
