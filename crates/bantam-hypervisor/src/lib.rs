@@ -25,7 +25,9 @@
 //! signal changes; dropping the vCPU restores the thread's mask. The alternative, `immediate_exit`
 //! in the shared `kvm_run` page plus a no-op handler, saves two mask switches for each exit to user
 //! space (well under 1 % of such an exit) but needs a process-wide handler. An embedder must only
-//! refrain from using that one signal number process-directed.
+//! refrain from using that one signal number process-directed. A seccomp filter for vCPU threads
+//! needs `ioctl`, `rt_sigprocmask`, `rt_sigtimedwait` and `gettid`; for kicking threads `getpid` and
+//! `tgkill`.
 
 mod error;
 mod exit;

@@ -208,7 +208,6 @@ impl Hypervisor for MockHypervisor {
             irqfd: true,
             ioeventfd: true,
             read_only_memory: true,
-            immediate_exit: true,
             tsc_control: false,
         }
     }

@@ -27,8 +27,6 @@ pub struct Capabilities {
     pub ioeventfd: bool,
     /// [`MemorySlot::read_only`] works.
     pub read_only_memory: bool,
-    /// A kicked vCPU returns before it runs another guest instruction.
-    pub immediate_exit: bool,
     /// The guest's TSC frequency can be set (x86).
     pub tsc_control: bool,
 }

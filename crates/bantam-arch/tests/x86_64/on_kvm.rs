@@ -82,7 +82,7 @@ fn a_pvh_kernel_starts_in_32_bit_mode_with_its_start_info() {
     let code = [
         0x8b, 0x03, // mov eax, [ebx]: the magic
         0xe7, 0x10, // out 0x10, eax
-        0xb8, 0x01, 0x00, 0x00, 0x00, // mov eax, 1 (32-bit immediate)
+        0xb8, 0x50, 0x00, 0x00, 0x00, // mov eax, 0x50 (a 32-bit immediate)
         0x8e, 0xd8, // mov ds, ax: no such descriptor, and no handler: triple fault
     ];
     let Some(mut machine) = start(&code, true) else {

@@ -112,7 +112,6 @@ pub(crate) fn capabilities(fd: &kvm_ioctls::Kvm) -> Capabilities {
         irqfd: fd.check_extension(Cap::Irqfd),
         ioeventfd: fd.check_extension(Cap::Ioeventfd),
         read_only_memory: fd.check_extension(Cap::ReadonlyMem),
-        immediate_exit: fd.check_extension(Cap::ImmediateExit),
         tsc_control: fd.check_extension(Cap::TscControl),
     }
 }

@@ -167,6 +167,8 @@ pub(crate) fn long_mode(ram: &HostMemory, x86: &mut dyn X86Vcpu) {
         let entry = entry | PRESENT_WRITABLE;
         ram.write(usize::try_from(at).unwrap(), &entry.to_le_bytes());
     }
+    // KVM lets only a CPU with long mode into it.
+    x86.set_cpuid(&x86.supported_cpuid().unwrap()).unwrap();
     let mut system = x86.system_registers().unwrap();
     system.cr3 = LEVEL_4;
     system.cr4 = 1 << 5; // PAE

@@ -140,6 +140,14 @@ impl Kernel {
         })
     }
 
+    /// The ELF file inside, if the file was compressed or a bzImage: for someone who loads only ELF.
+    pub fn unpacked(&self) -> Option<&[u8]> {
+        match &self.source {
+            Source::Bytes(bytes) => Some(bytes),
+            Source::File { .. } => None,
+        }
+    }
+
     /// What kind of file it came in.
     pub fn format(&self) -> Format {
         self.format
