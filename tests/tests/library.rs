@@ -1,4 +1,5 @@
 //! The library, as an embedder uses it.
+#![allow(clippy::unwrap_used)] // test helpers, which clippy does not take for tests
 
 use std::io::{Read, Write};
 use std::thread;

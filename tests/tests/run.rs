@@ -120,7 +120,7 @@ e2e! {
             "-e", "A=b=c d", "-w", "/tmp", "-u", "1234:567", "--",
             "bash", "-c", "echo \"$A|$PWD|$(id -u):$(id -g)|$HOME\"",
         ]);
-        assert_eq!(run.text(), "b=c d|/tmp|1234:567|/\n".replacen("b=c d", "b=c d", 1), "{}", run.stderr);
+        assert_eq!(run.text(), "b=c d|/tmp|1234:567|/\n", "{}", run.stderr);
     }
 
     fn a_missing_workdir_and_user_are_named(setup) {
@@ -153,7 +153,7 @@ e2e! {
 
     fn the_image_is_read_only_below_and_writable_above(setup) {
         let script = "echo x > /etc/new && cat /etc/new && grep -c ' / overlay ' /proc/mounts; \
-                      dd if=/dev/zero of=/dev/vda bs=4096 count=1 2>&1 | tail -n 1";
+                      dd if=/dev/zero of=/dev/vda bs=4096 count=1 2>&1";
         let run = setup.run(["--", "bash", "-c", script]);
         let text = run.text();
         assert!(text.starts_with("x\n1\n"), "{text}");
@@ -214,9 +214,9 @@ e2e! {
     }
 
     fn a_guest_that_dies_is_never_success(setup) {
-        let script = "echo b > /proc/sysrq-trigger 2>/dev/null; kill -9 -1; sleep 100";
         let run = setup.run(["--", "bash", "-c", "sync; reboot -f || exit 42; sleep 100"]);
-        assert_ne!(run.code, 0, "{script} {}", run.stderr);
+        assert_eq!(run.code, 125, "{}", run.stderr);
+        assert!(run.stderr.contains("the machine ended"), "{}", run.stderr);
     }
 
     fn killing_the_program_leaves_no_process(setup) {

@@ -3,6 +3,8 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use bantam_arch::x86_64::Kernel;
+
 use crate::{EngineChoice, VmmError};
 
 /// Guest memory in MiB, within what the boot layout supports.
@@ -51,6 +53,15 @@ pub struct GuestKernel {
     pub kernel: PathBuf,
     /// A newc cpio archive whose `/init` is the agent.
     pub initramfs: PathBuf,
+}
+
+impl GuestKernel {
+    pub(crate) fn open(&self) -> Result<Kernel, VmmError> {
+        Kernel::open(&self.kernel).map_err(|source| VmmError::Kernel {
+            path: self.kernel.clone(),
+            source,
+        })
+    }
 }
 
 /// A raw disk. The first is `/dev/vda` in the guest, the second `/dev/vdb`.

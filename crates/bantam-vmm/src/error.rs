@@ -42,6 +42,14 @@ pub enum VmmError {
     /// The hypervisor refused an operation.
     #[error("hypervisor: {0}")]
     Hypervisor(#[from] bantam_hypervisor::HypervisorError),
+    /// The kernel file is not one that can be booted.
+    #[error("cannot boot kernel {}", path.display())]
+    Kernel {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: bantam_arch::ArchError,
+    },
     /// The kernel could not be loaded or the boot state not be built.
     #[error("boot: {0}")]
     Boot(#[from] bantam_arch::ArchError),

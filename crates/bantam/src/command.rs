@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bantam_protocol::{ExecRequest, Exit, ExitStatus, GuestExec, HostExec, Size};
+use bantam_protocol::{ExecRequest, Exit, ExitStatus, GuestExec, HostExec, STDIN_WINDOW, Size};
 use bantam_vmm::Phase;
 
 use crate::Error;
@@ -239,9 +239,9 @@ impl Exec {
         let request = self.request(stdin)?;
         let machine = self.machine;
         let stream = machine.connect_exec()?;
-        let (sender, receiver) = wire::split(stream)?;
+        let (sender, receiver) = wire::split(stream, STDIN_WINDOW)?;
         let mut started = Started {
-            deadline: self.timeout.map(|timeout| Deadline::after(timeout)),
+            deadline: self.timeout.map(Deadline::after),
             machine,
             sender,
             receiver,
@@ -389,6 +389,7 @@ impl Started {
             stderr_bytes: 0,
         };
         let timeline = self.machine.timeline().clone();
+        let sender = self.sender();
         loop {
             let event = self.next(|message| {
                 Ok(match message {
@@ -402,6 +403,14 @@ impl Started {
                         finished.stderr_bytes += bytes.len() as u64;
                         Step::Wrote(stderr.write_all(bytes).and_then(|()| stderr.flush()))
                     }
+                    GuestExec::StdinCredit(bytes) => {
+                        sender.credit(bytes);
+                        Step::Input
+                    }
+                    GuestExec::StdinClosed => {
+                        sender.nobody_reads();
+                        Step::Input
+                    }
                     GuestExec::Exit(exit) => Step::Exit(exit),
                     _ => return Err("a message that is not output or exit".to_owned()),
                 })
@@ -410,6 +419,7 @@ impl Started {
                 Event::Frame(Step::Wrote(result)) => {
                     result.map_err(Error::io("cannot pass on the command's output"))?;
                 }
+                Event::Frame(Step::Input) => {}
                 Event::Frame(Step::Exit(exit)) => {
                     timeline.mark(Phase::CommandExit);
                     finished.status = exit.into();
@@ -471,6 +481,7 @@ impl Drop for Started {
 
 enum Step {
     Wrote(io::Result<()>),
+    Input,
     Exit(Exit),
 }
 

@@ -27,7 +27,7 @@ struct Transfer {
 
 impl Transfer {
     fn open(machine: &Arc<Inner>, request: &HostExec<'_>, what: String) -> Result<Self, Error> {
-        let (sender, receiver) = wire::split(machine.connect_exec()?)?;
+        let (sender, receiver) = wire::split(machine.connect_exec()?, wire::UNLIMITED)?;
         let transfer = Self {
             machine: Arc::clone(machine),
             sender,

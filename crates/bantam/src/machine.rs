@@ -83,7 +83,6 @@ impl Machine {
     pub const STOP_LIMIT: Duration = Duration::from_secs(15);
 
     /// Begins the description of a machine.
-    #[must_use]
     pub fn builder() -> MachineBuilder {
         MachineBuilder::default()
     }

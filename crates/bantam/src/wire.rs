@@ -3,7 +3,7 @@
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use bantam_protocol::{Decoder, Frame, HostExec, Kind, MAX_DATA_LEN, write_frame};
@@ -16,13 +16,71 @@ pub(crate) struct FrameSender {
     stream: Arc<UnixStream>,
     /// Held while a frame is written, so that frames of two threads do not mix.
     writing: Arc<Mutex<()>>,
+    window: Arc<Window>,
+}
+
+/// How many bytes of standard input may be on their way, so that a command that does not read
+/// never keeps a signal for it behind them.
+#[derive(Debug)]
+struct Window {
+    /// Bytes that may be sent now; `None` once nobody reads any more.
+    left: Mutex<Option<usize>>,
+    changed: Condvar,
+}
+
+impl Window {
+    fn new(bytes: usize) -> Self {
+        Self {
+            left: Mutex::new(Some(bytes)),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Takes up to `wanted` bytes of the window, waiting until there is at least one.
+    fn take(&self, wanted: usize) -> io::Result<usize> {
+        let mut left = self.lock();
+        loop {
+            match left.as_mut() {
+                None => return Err(io::ErrorKind::BrokenPipe.into()),
+                Some(0) => {
+                    left = self
+                        .changed
+                        .wait(left)
+                        .unwrap_or_else(PoisonError::into_inner);
+                }
+                Some(bytes) => {
+                    let taken = wanted.min(*bytes);
+                    *bytes -= taken;
+                    return Ok(taken);
+                }
+            }
+        }
+    }
+
+    fn give(&self, bytes: usize) {
+        if let Some(left) = self.lock().as_mut() {
+            *left = left.saturating_add(bytes);
+        }
+        self.changed.notify_all();
+    }
+
+    fn close(&self) {
+        *self.lock() = None;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<usize>> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl FrameSender {
-    pub(crate) fn new(stream: UnixStream) -> Self {
+    /// A sender that may have `window` bytes of data on their way.
+    pub(crate) fn new(stream: UnixStream, window: usize) -> Self {
         Self {
             stream: Arc::new(stream),
             writing: Arc::default(),
+            window: Arc::new(Window::new(window)),
         }
     }
 
@@ -32,9 +90,12 @@ impl FrameSender {
         (&*self.stream).write_all(&bytes)
     }
 
-    /// Sends bytes of standard input or of a file, whole.
-    pub(crate) fn send_data(&self, bytes: &[u8]) -> io::Result<()> {
-        for piece in bytes.chunks(MAX_DATA_LEN) {
+    /// Sends bytes of standard input or of a file, whole; waits while the window is used up.
+    pub(crate) fn send_data(&self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let taken = self.window.take(bytes.len().min(MAX_DATA_LEN))?;
+            let (piece, rest) = bytes.split_at(taken);
+            bytes = rest;
             let _writing = self.lock();
             write_frame(&mut &*self.stream, Kind::Stdin, piece).map_err(|error| match error {
                 bantam_protocol::Error::Io(error) => error,
@@ -44,8 +105,20 @@ impl FrameSender {
         Ok(())
     }
 
+    /// The command took so many bytes of its standard input.
+    pub(crate) fn credit(&self, bytes: u32) {
+        self.window
+            .give(usize::try_from(bytes).unwrap_or(usize::MAX));
+    }
+
+    /// The command closed its standard input.
+    pub(crate) fn nobody_reads(&self) {
+        self.window.close();
+    }
+
     /// Ends the stream both ways, for every holder.
     pub(crate) fn hang_up(&self) {
+        self.window.close();
         // Not through the lock: a sender that is stuck in a write must be freed by this.
         // Fails only when the other side is gone, which is what is wanted.
         let _ = self.stream.shutdown(Shutdown::Both);
@@ -160,12 +233,18 @@ impl FrameReceiver {
     }
 }
 
-/// Both sides of one stream.
-pub(crate) fn split(stream: UnixStream) -> Result<(FrameSender, FrameReceiver), Error> {
+/// A window for streams that need none, such as file transfers.
+pub(crate) const UNLIMITED: usize = usize::MAX;
+
+/// Both sides of one stream, with `window` for what is sent as data.
+pub(crate) fn split(
+    stream: UnixStream,
+    window: usize,
+) -> Result<(FrameSender, FrameReceiver), Error> {
     let sender = stream
         .try_clone()
         .map_err(Error::io("cannot duplicate a stream to the guest"))?;
-    Ok((FrameSender::new(sender), FrameReceiver::new(stream)))
+    Ok((FrameSender::new(sender, window), FrameReceiver::new(stream)))
 }
 
 #[cfg(test)]
@@ -224,6 +303,38 @@ mod tests {
         let (guest, host) = UnixStream::pair().unwrap();
         drop(guest);
         let input = std::io::repeat(1).take(1 << 20);
-        send_all(input, &FrameSender::new(host)).unwrap();
+        send_all(input, &FrameSender::new(host, UNLIMITED)).unwrap();
+    }
+
+    #[test]
+    fn a_command_that_does_not_read_stops_the_sender_and_not_the_signals() {
+        let (mut guest, host) = UnixStream::pair().unwrap();
+        let sender = FrameSender::new(host, 1000);
+        let feeder = {
+            let sender = sender.clone();
+            std::thread::spawn(move || sender.send_data(&[7; 1500]))
+        };
+        let mut buffer = Vec::new();
+        let frame = bantam_protocol::read_frame(&mut guest, &mut buffer);
+        assert_eq!(frame.unwrap().unwrap().payload.len(), 1000);
+        sender.send(&HostExec::Signal(15)).unwrap();
+        let frame = bantam_protocol::read_frame(&mut guest, &mut buffer);
+        assert_eq!(frame.unwrap().unwrap().kind, Kind::Signal);
+        sender.credit(500);
+        let frame = bantam_protocol::read_frame(&mut guest, &mut buffer);
+        assert_eq!(frame.unwrap().unwrap().payload.len(), 500);
+        feeder.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn a_sender_that_waits_for_the_window_is_freed_when_the_command_ends() {
+        let (_guest, host) = UnixStream::pair().unwrap();
+        let sender = FrameSender::new(host, 0);
+        let feeder = {
+            let sender = sender.clone();
+            std::thread::spawn(move || sender.send_data(b"x"))
+        };
+        sender.hang_up();
+        assert!(feeder.join().unwrap().is_err());
     }
 }

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::os::fd::RawFd;
+use std::path::Path;
 
 use crate::VmConfig;
 use crate::cmdline;
@@ -13,8 +14,12 @@ const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resour
 /// `microvm` needs no firmware for an ELF kernel with a PVH note, and has neither PCI nor ACPI.
 const MACHINE: &str = "microvm,x-option-roms=off,rtc=off,isa-serial=on,acpi=off,memory-backend=ram";
 
-/// Arguments for `config`, with one vhost-user socket per device, in guest order.
-pub(super) fn build(config: &VmConfig, devices: &[(DeviceKind, RawFd)]) -> Vec<OsString> {
+/// Arguments for `config` with `kernel` in the place of its kernel, and with one vhost-user socket per device, in guest order.
+pub(super) fn build(
+    config: &VmConfig,
+    kernel: &Path,
+    devices: &[(DeviceKind, RawFd)],
+) -> Vec<OsString> {
     let mib = config.memory.mib();
     let mut args: Vec<OsString> = Vec::new();
     let mut push = |words: &[&str]| args.extend(words.iter().map(OsString::from));
@@ -38,7 +43,7 @@ pub(super) fn build(config: &VmConfig, devices: &[(DeviceKind, RawFd)]) -> Vec<O
     let line = cmdline::build(config, &[], &["console=ttyS0"]);
     push(&["-append", &line]);
     args.push("-kernel".into());
-    args.push(config.guest.kernel.clone().into());
+    args.push(kernel.into());
     args.push("-initrd".into());
     args.push(config.guest.initramfs.clone().into());
     args
@@ -70,7 +75,11 @@ mod tests {
             engine: EngineChoice::Auto,
             extra_cmdline: Some("loglevel=7".to_owned()),
         };
-        let args = build(&config, &[(DeviceKind::Block, 7), (DeviceKind::Vsock, 9)]);
+        let args = build(
+            &config,
+            Path::new("/k"),
+            &[(DeviceKind::Block, 7), (DeviceKind::Vsock, 9)],
+        );
         let text: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
         let line = text.join(" ");
         assert!(line.contains("socket,id=c0,fd=7 -device vhost-user-blk,num-queues=1,chardev=c0"));

@@ -9,8 +9,9 @@ mod args;
 mod process;
 
 use std::env;
+use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus};
@@ -20,12 +21,13 @@ use std::sync::mpsc;
 use std::thread;
 
 use bantam_virtio::vhost_user::{self, Server};
+use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::console::ConsoleLog;
 use crate::devices::{DeviceKind, DeviceSet};
 use crate::vm::{ExitCause, Running, StartContext};
-use crate::{Phase, VmConfig, VmmError};
+use crate::{GuestKernel, Phase, VmConfig, VmmError};
 
 /// Names QEMU where it is not on the `PATH`.
 const QEMU_VARIABLE: &str = "BANTAM_QEMU";
@@ -63,6 +65,7 @@ pub(crate) fn start(
         engine: "emulated",
         reason,
     })?;
+    let kernel = KernelFile::prepare(&config.guest)?;
     let StartContext {
         devices,
         console,
@@ -75,8 +78,12 @@ pub(crate) fn start(
         .iter()
         .map(|(kind, fd)| (*kind, fd.as_raw_fd()))
         .collect();
-    let args = args::build(config, &numbers);
-    let inherited: Vec<_> = numbers.iter().map(|(_, fd)| *fd).collect();
+    let args = args::build(config, &kernel.path(), &numbers);
+    let inherited: Vec<_> = numbers
+        .iter()
+        .map(|(_, fd)| *fd)
+        .chain(kernel.fd())
+        .collect();
 
     let killed = Arc::new(AtomicBool::new(false));
     let (started, outcome) = mpsc::sync_channel::<io::Result<OwnedFd>>(1);
@@ -86,7 +93,7 @@ pub(crate) fn start(
         .spawn(move || {
             let child = process::spawn(&qemu, &args, &inherited);
             // QEMU has its own copies now; ours would hide its death from the servers.
-            drop(sockets);
+            drop((sockets, kernel));
             let child = child.and_then(|child| {
                 let pid = Pid::from_child(&child);
                 Ok((
@@ -121,6 +128,43 @@ pub(crate) fn start(
         .map_err(VmmError::io("cannot start QEMU"))?;
     timeline.mark(Phase::VmCreated);
     Ok(Box::new(Qemu { pidfd, killed }))
+}
+
+/// The kernel as QEMU can load it: without firmware that is an ELF file only, so anything else
+/// is unpacked into memory that QEMU inherits.
+enum KernelFile {
+    AsItIs(PathBuf),
+    Unpacked(File),
+}
+
+impl KernelFile {
+    fn prepare(guest: &GuestKernel) -> Result<Self, VmmError> {
+        let kernel = guest.open()?;
+        let Some(elf) = kernel.unpacked() else {
+            return Ok(Self::AsItIs(guest.kernel.clone()));
+        };
+        let fail = || VmmError::io("cannot unpack the kernel into memory");
+        let memory = rustix::fs::memfd_create("kernel", MemfdFlags::CLOEXEC)
+            .map_err(io::Error::from)
+            .map_err(fail())?;
+        let mut file = File::from(memory);
+        file.write_all(elf).map_err(fail())?;
+        Ok(Self::Unpacked(file))
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        match self {
+            Self::AsItIs(_) => None,
+            Self::Unpacked(file) => Some(file.as_raw_fd()),
+        }
+    }
+
+    fn path(&self) -> PathBuf {
+        match self {
+            Self::AsItIs(path) => path.clone(),
+            Self::Unpacked(file) => format!("/proc/self/fd/{}", file.as_raw_fd()).into(),
+        }
+    }
 }
 
 /// The devices' ends of the vhost-user sockets, and the ends for QEMU.

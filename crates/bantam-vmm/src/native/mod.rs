@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use bantam_arch::x86_64::boot::{self, Entry};
-use bantam_arch::x86_64::{self as arch, Kernel, layout};
+use bantam_arch::x86_64::{self as arch, layout};
 use bantam_hypervisor::{Hypervisor, VcpuKicker, Vm};
 use bantam_virtio::console::ConsoleDevice;
 use bantam_virtio::{GuestRam, VirtioDevice};
@@ -85,7 +85,7 @@ fn start_on(
 
 /// Puts kernel, initramfs and boot data into RAM.
 fn load(config: &VmConfig, devices: usize, ram: &GuestRam) -> Result<Entry, VmmError> {
-    let kernel = Kernel::open(&config.guest.kernel)?.load(ram)?;
+    let kernel = config.guest.open()?.load(ram)?;
     let initramfs = &config.guest.initramfs;
     let open = || {
         let file = File::open(initramfs)?;
