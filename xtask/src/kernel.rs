@@ -106,14 +106,17 @@ impl Kernel {
         let tree = cache.join(format!("linux-{key}"));
         self.unpack(&tree, progress)?;
         self.configure(&tree, &config)?;
-        self.make(&tree, progress, start)?;
+        let steps = self.make(&tree, progress, start)?;
         keep_results(&tree, &done)?;
         if options.keep {
             progress.say(&format!("{}: source kept in {}", self.name, tree.display()));
         } else {
             host::remove_dir(&tree)?;
         }
-        progress.finish(self.name, &format!("built in {}", clock(start.elapsed())));
+        progress.finish(
+            self.name,
+            &format!("{steps} steps in {}", clock(start.elapsed())),
+        );
         Ok(built)
     }
 
@@ -181,7 +184,8 @@ impl Kernel {
         )))
     }
 
-    fn make(&self, tree: &Path, progress: &Progress, start: Instant) -> Result<()> {
+    /// Compiles; returns how many lines make printed.
+    fn make(&self, tree: &Path, progress: &Progress, start: Instant) -> Result<usize> {
         let mut make = make(tree);
         make.arg(format!("-j{}", host::jobs()))
             .args(REPRODUCIBLE)
@@ -204,7 +208,7 @@ impl Kernel {
                 let elapsed = clock(start.elapsed());
                 progress.update(
                     self.name,
-                    format!("{steps} objects, about {percent}%, {elapsed}"),
+                    format!("step {steps}, about {percent}%, {elapsed}"),
                 );
                 let _ = writeln!(log, "{line}");
                 tail.push_back(line);
@@ -217,7 +221,7 @@ impl Kernel {
             .wait()
             .map_err(Error::file("waiting for", Path::new("make")))?;
         if status.success() {
-            return Ok(());
+            return Ok(steps);
         }
         let said = fs::read_to_string(&log_path).unwrap_or_default();
         Err(Error::Program {
