@@ -10,7 +10,6 @@ use bantam_protocol::{
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::EpollFlags;
-use nix::sys::signal::{Signal, killpg};
 use nix::unistd::{Pid, read, write};
 
 use crate::cgroup::Cgroup;
@@ -33,6 +32,8 @@ const MAX_TERMINAL_REST: usize = 256 << 10;
 
 /// What a terminal reads as the end of input at the beginning of a line: ^D.
 const END_OF_TRANSMISSION: u8 = 4;
+
+const SIGKILL: u8 = 9;
 
 /// What a turn came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -226,7 +227,7 @@ impl Command {
         if let Some(cgroup) = &self.cgroup {
             cgroup.kill();
         } else if self.ended.is_none() {
-            let _ = killpg(self.pid, Signal::SIGKILL);
+            signal_group(self.pid, SIGKILL);
         }
     }
 
@@ -239,8 +240,6 @@ impl Command {
     pub(crate) fn turn(&mut self, scratch: &mut [u8]) -> Turn {
         for _ in 0..ROUNDS_PER_TURN {
             self.connection.flush();
-            // Before the start is known the child may not lead its group yet, so that
-            // a signal would be lost.
             if !self.finished && !self.check_start() {
                 return Turn::Idle;
             }

@@ -5,6 +5,9 @@
 //! what commands expect to find ([`setup`]), and then serves commands and file
 //! transfers from one event loop ([`server`]) until the host shuts the guest down.
 //!
+//! The kernel's OOM killer never takes PID 1 of the system, and what PID 1 starts has
+//! the default score: nothing needs adjusting for the agent to outlive its commands.
+//!
 //! Started as an ordinary process with `--serve` it serves the same on a listening Unix
 //! socket that it is given as standard input, without mounting anything. That is for
 //! tests of either side.

@@ -3,12 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Cursor, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use bantam_protocol::{ExitStatus, Frame, GuestExec, HostExec};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::libc::VMADDR_CID_HOST;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
@@ -25,6 +26,9 @@ use crate::sys::process::run_in_child;
 
 /// Streams served at once; more wait to be accepted.
 const MAX_SESSIONS: usize = 4096;
+
+/// Streams accepted before those that are there have their turn.
+const ACCEPTS_PER_TURN: usize = 128;
 
 /// Events taken from the kernel at once.
 const EVENTS: usize = 64;
@@ -53,29 +57,18 @@ impl Listener {
         }
     }
 
-    /// The next stream of someone who may connect.
-    fn accept(&self) -> nix::Result<OwnedFd> {
-        loop {
-            let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-            let stream = match accept4(self.fd(), flags) {
-                Ok(stream) => stream,
-                Err(Errno::EINTR | Errno::ECONNABORTED) => continue,
-                Err(error) => return Err(error),
-            };
-            match self {
-                Self::Unix(_) => return Ok(stream),
-                // Any process of the guest can reach the port over vsock's loopback.
-                Self::Vsock(_) if is_from_host(&stream) => return Ok(stream),
-                Self::Vsock(_) => {}
-            }
-        }
+    /// The next stream; `None` if it is of someone who may not connect.
+    fn accept(&self) -> nix::Result<Option<OwnedFd>> {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let stream = accept4(self.fd(), flags)?;
+        let allowed = match self {
+            Self::Unix(_) => true,
+            // Any process of the guest can reach the port over vsock's loopback.
+            Self::Vsock(_) => getpeername::<VsockAddr>(stream.as_raw_fd())
+                .is_ok_and(|peer| peer.cid() == VMADDR_CID_HOST),
+        };
+        Ok(allowed.then_some(stream))
     }
-}
-
-fn is_from_host(stream: &OwnedFd) -> bool {
-    use std::os::fd::AsRawFd;
-    getpeername::<VsockAddr>(stream.as_raw_fd())
-        .is_ok_and(|peer| peer.cid() == nix::libc::VMADDR_CID_HOST)
 }
 
 /// An exec stream.
@@ -266,10 +259,18 @@ impl Server {
         }
     }
 
+    /// Whether streams can be accepted at once.
+    fn can_accept(&self) -> bool {
+        self.open && self.acceptable && self.sessions.len() < MAX_SESSIONS
+    }
+
     fn accept(&mut self) {
-        while self.open && self.acceptable && self.sessions.len() < MAX_SESSIONS {
+        for _ in 0..ACCEPTS_PER_TURN {
+            if !self.can_accept() {
+                return;
+            }
             match self.listener.accept() {
-                Ok(stream) => {
+                Ok(Some(stream)) => {
                     let id = self.next_id;
                     self.next_id += 1;
                     if watch(&self.epoll, &stream, id, 0).is_ok() {
@@ -278,40 +279,40 @@ impl Server {
                         self.due.insert(id);
                     }
                 }
-                Err(Errno::EAGAIN) => self.acceptable = false,
-                // Out of descriptors or memory: again when a session has ended.
-                Err(_) => break,
+                Ok(None) | Err(Errno::EINTR | Errno::ECONNABORTED) => {}
+                // None is waiting; or no descriptor is left, until a session ends.
+                Err(_) => self.acceptable = false,
             }
         }
     }
 
     fn turn(&mut self, id: u64) {
-        let Some(session) = self.sessions.remove(&id) else {
-            return;
+        let session = match self.sessions.remove(&id) {
+            Some(Session::Asked(connection)) => self.take_request(id, connection),
+            session => session,
         };
-        let session = match session {
-            Session::Asked(connection) => self.take_request(id, connection),
-            Session::Command(command) => Some(Session::Command(command)),
+        let kept = match session {
+            Some(Session::Command(mut command)) => match command.turn(&mut self.scratch) {
+                Turn::Done => {
+                    self.lingering.extend(command.into_cgroup());
+                    self.remove_cgroups();
+                    None
+                }
+                turn => {
+                    if turn == Turn::Again {
+                        self.due.insert(id);
+                    }
+                    Some(Session::Command(command))
+                }
+            },
+            session => session,
         };
-        let Some(Session::Command(mut command)) = session else {
-            if let Some(session) = session {
+        match kept {
+            Some(session) => {
                 self.sessions.insert(id, session);
             }
-            return;
-        };
-        match command.turn(&mut self.scratch) {
-            Turn::Done => {
-                if let Some(group) = command.into_cgroup() {
-                    self.lingering.push(group);
-                    self.remove_cgroups();
-                }
-            }
-            turn => {
-                if turn == Turn::Again {
-                    self.due.insert(id);
-                }
-                self.sessions.insert(id, Session::Command(command));
-            }
+            // What it held may be what accepting had run out of.
+            None => self.acceptable = true,
         }
     }
 
@@ -444,7 +445,7 @@ impl Server {
     }
 
     fn timeout(&self) -> EpollTimeout {
-        if !self.due.is_empty() {
+        if !self.due.is_empty() || self.can_accept() {
             return EpollTimeout::ZERO;
         }
         let deadlines = self.sessions.values().filter_map(|session| match session {

@@ -108,12 +108,16 @@ pub(crate) fn spawn(
     }
 }
 
-/// Sends a signal by number, real-time ones too, to a process group. A number that
-/// is no signal does nothing.
+/// Sends a signal by number, real-time ones too, to the process group of a child that
+/// [`spawn`] started. A number that is no signal does nothing.
 pub(crate) fn signal_group(leader: Pid, number: u8) {
+    let number = libc::c_int::from(number);
     // SAFETY: `kill` takes numbers only and touches no memory.
     unsafe {
-        libc::kill(-leader.as_raw(), libc::c_int::from(number));
+        // A child that does not lead its group yet is still alone.
+        if libc::kill(-leader.as_raw(), number) < 0 {
+            libc::kill(leader.as_raw(), number);
+        }
     }
 }
 
