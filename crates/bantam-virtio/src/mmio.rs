@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::queue::QueueWiring;
 use crate::sys;
 use crate::{
-    Activation, EventFd, GuestRam, Interrupt, InterruptLine, QueueConfig, QueueCursor,
+    Activation, DeviceType, EventFd, GuestRam, Interrupt, InterruptLine, QueueConfig, QueueCursor,
     SharedCursor, VirtioDevice, features,
 };
 
@@ -96,6 +96,9 @@ struct MmioInterrupt {
     pending: AtomicU32,
     needs_reset: AtomicBool,
     config_generation: AtomicU32,
+    device: DeviceType,
+    /// The log was told that the driver misbehaves. Once is enough: it can do so in a loop.
+    warned: AtomicBool,
 }
 
 impl MmioInterrupt {
@@ -118,6 +121,9 @@ impl Interrupt for MmioInterrupt {
     }
 
     fn needs_reset(&self) {
+        if !self.warned.swap(true, Ordering::SeqCst) {
+            tracing::warn!(device = ?self.device, "the driver broke the device; it needs a reset");
+        }
         self.needs_reset.store(true, Ordering::SeqCst);
         self.raise(CONFIG_CHANGE);
     }
@@ -183,14 +189,16 @@ impl MmioTransport {
             .collect::<io::Result<_>>()?;
         let device_features = device.features() | features::TRANSPORT;
         Ok(MmioTransport {
-            device,
             memory,
             interrupt: Arc::new(MmioInterrupt {
                 line,
                 pending: AtomicU32::new(0),
                 needs_reset: AtomicBool::new(false),
                 config_generation: AtomicU32::new(0),
+                device: device.device_type(),
+                warned: AtomicBool::new(false),
             }),
+            device,
             queues,
             status: 0,
             device_features,
@@ -492,7 +500,7 @@ impl MmioTransport {
                 })
             });
         if let Err(error) = activated {
-            tracing::warn!(device = ?self.device.device_type(), %error, "activation failed");
+            tracing::debug!(device = ?self.device.device_type(), %error, "activation failed");
             self.interrupt.needs_reset();
         }
     }

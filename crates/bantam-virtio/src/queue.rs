@@ -302,7 +302,8 @@ impl ActiveQueue {
     /// Stops this queue and tells the driver that the device needs a reset.
     pub fn mark_broken(&mut self, reason: &dyn fmt::Display) {
         if !self.broken {
-            tracing::warn!(queue = self.index, %reason, "virtqueue is broken; it needs a reset");
+            // The guest can have this as often as it likes: the transport warns, once.
+            tracing::debug!(queue = self.index, %reason, "virtqueue is broken");
             self.broken = true;
             self.interrupt.needs_reset();
         }

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use bantam_virtio::testing::{PATIENCE, Transport};
-use bantam_virtio::vsock::{BACKLOG, BUF_ALLOC};
+use bantam_virtio::vsock::{BACKLOG, BUF_ALLOC, MAX_CONNECTIONS};
 
 use crate::vsock_driver::{
     CREDIT_REQUEST, CREDIT_UPDATE, Driver, Packet, REQUEST, RESPONSE, RST, RW, SHUTDOWN,
@@ -132,6 +132,38 @@ fn a_full_backlog_refuses_and_recovers() {
         ops.contains(&RESPONSE) && ops.contains(&SHUTDOWN),
         "{ops:?}"
     );
+}
+
+#[test]
+fn connections_beyond_the_cap_are_reset() {
+    // Two descriptors a connection, as both ends are in this process.
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let raised = rustix::process::Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).unwrap();
+    if limit.maximum.is_some_and(|maximum| maximum < 4096) {
+        println!("skipped: not enough descriptors");
+        return;
+    }
+    let mut driver = Driver::ready(Transport::Direct);
+    let listener = driver.vsock.listen(1024).unwrap();
+    let mut streams = Vec::new();
+    for port in 0..MAX_CONNECTIONS as u32 {
+        driver.send(&Packet::new(REQUEST, port, 1024));
+        driver.expect(RESPONSE);
+        streams.push(listener.accept().unwrap());
+    }
+    driver.send(&Packet::new(REQUEST, 9999, 1024));
+    driver.expect(RST);
+    let mut refused = driver.vsock.connect(7).unwrap();
+    assert!(read_to_end(&mut refused).is_empty());
+    // One ends, one begins.
+    driver.send(&Packet::new(SHUTDOWN, 0, 1024).flags(3));
+    driver.expect(RST);
+    driver.send(&Packet::new(REQUEST, 9999, 1024));
+    driver.expect(RESPONSE);
 }
 
 #[test]
