@@ -1,6 +1,7 @@
 //! A running virtual machine, whichever engine runs it.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bantam_virtio::vsock::Vsock;
@@ -54,10 +55,17 @@ impl ExitLatch {
     }
 }
 
-/// What an engine gives back for a started machine.
-pub(crate) trait Running: Send + Sync {
-    /// Ends the machine now. The latch is set when everything is gone.
+/// How a started machine is ended.
+pub(crate) trait Kill: Send + Sync {
+    /// Ends the machine now. The latch is set when everything but the supervisor is gone.
     fn kill(&self);
+}
+
+/// What an engine gives back for a started machine.
+pub(crate) struct Running {
+    pub(crate) machine: Box<dyn Kill>,
+    /// Ends right after it has set the latch.
+    pub(crate) supervisor: JoinHandle<()>,
 }
 
 /// What an engine needs beside the configuration.
@@ -74,7 +82,8 @@ pub struct Vm {
     vsock: Vsock,
     console: ConsoleLog,
     exit: ExitLatch,
-    running: Box<dyn Running>,
+    machine: Box<dyn Kill>,
+    supervisor: Option<JoinHandle<()>>,
 }
 
 impl std::fmt::Debug for Vm {
@@ -114,7 +123,8 @@ impl Vm {
             vsock,
             console,
             exit,
-            running,
+            machine: running.machine,
+            supervisor: Some(running.supervisor),
         })
     }
 
@@ -145,7 +155,7 @@ impl Vm {
 
     /// Ends the machine now, without asking the guest, and waits until it is gone.
     pub fn kill(&self) -> ExitCause {
-        self.running.kill();
+        self.machine.kill();
         self.exit.wait(None).unwrap_or(ExitCause::Killed)
     }
 }
@@ -153,6 +163,10 @@ impl Vm {
 impl Drop for Vm {
     fn drop(&mut self) {
         self.kill();
+        if let Some(supervisor) = self.supervisor.take() {
+            // It has set the latch and has nothing left that could panic.
+            let _ = supervisor.join();
+        }
     }
 }
 
@@ -161,7 +175,7 @@ fn start_engine(
     engine: EngineKind,
     config: &VmConfig,
     context: StartContext,
-) -> Result<Box<dyn Running>, VmmError> {
+) -> Result<Running, VmmError> {
     match engine {
         EngineKind::Native => crate::native::start(config, context),
         EngineKind::Emulated => crate::emulated::start(config, context),
@@ -173,7 +187,7 @@ fn start_engine(
     engine: EngineKind,
     _config: &VmConfig,
     _context: StartContext,
-) -> Result<Box<dyn Running>, VmmError> {
+) -> Result<Running, VmmError> {
     Err(VmmError::EngineUnavailable {
         engine: engine.name(),
         reason: "this platform is not supported yet".to_owned(),

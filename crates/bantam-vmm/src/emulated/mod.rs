@@ -26,7 +26,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::console::ConsoleLog;
 use crate::devices::{DeviceKind, DeviceSet};
-use crate::vm::{ExitCause, Running, StartContext};
+use crate::vm::{ExitCause, Kill, Running, StartContext};
 use crate::{GuestKernel, Phase, VmConfig, VmmError};
 
 /// Names QEMU where it is not on the `PATH`.
@@ -60,7 +60,7 @@ fn is_executable(path: &Path) -> bool {
 pub(crate) fn start(
     config: &VmConfig,
     context: StartContext,
-) -> Result<Box<dyn Running>, VmmError> {
+) -> Result<Running, VmmError> {
     let qemu = find_qemu().map_err(|reason| VmmError::EngineUnavailable {
         engine: "emulated",
         reason,
@@ -88,7 +88,7 @@ pub(crate) fn start(
     let killed = Arc::new(AtomicBool::new(false));
     let (started, outcome) = mpsc::sync_channel::<io::Result<OwnedFd>>(1);
     let supervisor_killed = Arc::clone(&killed);
-    thread::Builder::new()
+    let supervisor = thread::Builder::new()
         .name("vm".to_owned())
         .spawn(move || {
             let child = process::spawn(&qemu, &args, &inherited);
@@ -127,7 +127,10 @@ pub(crate) fn start(
         })?
         .map_err(VmmError::io("cannot start QEMU"))?;
     timeline.mark(Phase::VmCreated);
-    Ok(Box::new(Qemu { pidfd, killed }))
+    Ok(Running {
+        machine: Box::new(Qemu { pidfd, killed }),
+        supervisor,
+    })
 }
 
 /// The kernel as QEMU can load it: without firmware that is an ELF file only, so anything else
@@ -197,7 +200,7 @@ struct Qemu {
     killed: Arc<AtomicBool>,
 }
 
-impl Running for Qemu {
+impl Kill for Qemu {
     fn kill(&self) {
         self.killed.store(true, Ordering::Release);
         // Fails only when the process has ended, which is what is wanted.

@@ -24,7 +24,7 @@ use bantam_hypervisor::{Hypervisor, VcpuKicker, Vm};
 use bantam_virtio::console::ConsoleDevice;
 use bantam_virtio::{GuestRam, VirtioDevice};
 
-use crate::vm::{ExitCause, ExitLatch, Running, StartContext};
+use crate::vm::{ExitCause, ExitLatch, Kill, Running, StartContext};
 use crate::{Phase, Timeline, VmConfig, VmmError, cmdline};
 use bus::Bus;
 
@@ -32,7 +32,7 @@ use bus::Bus;
 pub(crate) fn start(
     config: &VmConfig,
     context: StartContext,
-) -> Result<Box<dyn Running>, VmmError> {
+) -> Result<Running, VmmError> {
     start_on(bantam_hypervisor::open()?.as_ref(), config, context)
 }
 
@@ -40,7 +40,7 @@ fn start_on(
     hypervisor: &dyn Hypervisor,
     config: &VmConfig,
     context: StartContext,
-) -> Result<Box<dyn Running>, VmmError> {
+) -> Result<Running, VmmError> {
     let StartContext {
         devices,
         console,
@@ -74,13 +74,16 @@ fn start_on(
         vm,
         ram,
     };
-    thread::Builder::new()
+    let supervisor = thread::Builder::new()
         .name("vm".to_owned())
         .spawn(move || machine.supervise(&ended, &exit))
         .map_err(VmmError::io("cannot start the supervisor thread"))?;
-    Ok(Box::new(Native {
-        events: Mutex::new(events),
-    }))
+    Ok(Running {
+        machine: Box::new(Native {
+            events: Mutex::new(events),
+        }),
+        supervisor,
+    })
 }
 
 /// Puts kernel, initramfs and boot data into RAM.
@@ -197,7 +200,7 @@ struct Native {
     events: Mutex<Sender<ExitCause>>,
 }
 
-impl Running for Native {
+impl Kill for Native {
     fn kill(&self) {
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         // Fails only when the supervisor has ended, which is what is wanted.

@@ -71,7 +71,7 @@ impl Bench {
         }
     }
 
-    fn start(&self, hypervisor: &MockHypervisor) -> (Box<dyn Running>, ExitLatch, ConsoleLog) {
+    fn start(&self, hypervisor: &MockHypervisor) -> (Running, ExitLatch, ConsoleLog) {
         let (devices, _vsock) = DeviceSet::build(&self.config).unwrap();
         let (console, exit) = (ConsoleLog::new(), ExitLatch::default());
         let context = StartContext {
@@ -205,7 +205,7 @@ fn a_machine_whose_vcpus_spin_can_be_killed() {
         .script(1, [Step::UntilKicked]);
     let bench = Bench::new(2);
     let (running, exit, _) = bench.start(&hypervisor);
-    running.kill();
+    running.machine.kill();
     assert_eq!(
         exit.wait(Some(Duration::from_secs(10))),
         Some(ExitCause::Killed)
