@@ -108,18 +108,19 @@ impl Applier {
 
     /// Hides lower layers' files, wherever in the layer the marker stands; a missing path is fine.
     fn whiteout(&mut self, parent: &[u8], name: &[u8]) -> Result<()> {
+        let hidden = &name[WHITEOUT.len()..];
+        if matches!(hidden, b"" | b"." | b"..") {
+            return Err(bad("a whiteout without a name"));
+        }
         let Some(dir) = self.tree.find_dir(parent)? else {
             return Ok(());
         };
         if name == OPAQUE {
-            return self.tree.clear_lower(dir, self.layer);
-        }
-        if name.starts_with(AUFS) {
-            return Ok(());
-        }
-        match &name[WHITEOUT.len()..] {
-            b"" | b"." | b".." => Err(bad("a whiteout without a name")),
-            hidden => self.tree.remove_lower(dir, hidden, self.layer),
+            self.tree.clear_lower(dir, self.layer)
+        } else if name.starts_with(AUFS) {
+            Ok(())
+        } else {
+            self.tree.remove_lower(dir, hidden, self.layer)
         }
     }
 
