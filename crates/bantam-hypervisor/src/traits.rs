@@ -39,14 +39,18 @@ pub struct VmConfig {
     /// Create the in-kernel interrupt controller (x86: PICs, IOAPIC and a local APIC per vCPU).
     /// Without it, `hlt` is an [`Exit::Halt`] and interrupts cannot be raised.
     pub interrupt_controller: bool,
+    /// Give the guest the CPU's performance counters, as far as the hypervisor can. Otherwise it has
+    /// none, and the hypervisor need not switch them at each entry and exit.
+    pub performance_counters: bool,
 }
 
 impl VmConfig {
-    /// The usual machine: `vcpus` vCPUs and the in-kernel interrupt controller.
+    /// The usual machine: `vcpus` vCPUs, the in-kernel interrupt controller, no performance counters.
     pub fn new(vcpus: u32) -> Self {
         Self {
             vcpus,
             interrupt_controller: true,
+            performance_counters: false,
         }
     }
 }

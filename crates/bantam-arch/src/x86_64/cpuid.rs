@@ -13,7 +13,8 @@ use bantam_hypervisor::x86::CpuidEntry;
 pub struct CpuPolicy {
     /// Show VMX or SVM, so that the guest can run virtual machines of its own.
     pub nested: bool,
-    /// Show the performance counters.
+    /// Show the performance counters. AMD's exist without a CPUID bit, so the virtual machine must be
+    /// created without them as well (`VmConfig::performance_counters`).
     pub pmu: bool,
 }
 

@@ -4,7 +4,10 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvm_bindings::{KVM_MEM_READONLY, kvm_userspace_memory_region};
+use kvm_bindings::{
+    KVM_CAP_PMU_CAPABILITY, KVM_MEM_READONLY, KVM_PMU_CAP_DISABLE, kvm_enable_cap,
+    kvm_userspace_memory_region,
+};
 use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
 use vmm_sys_util::errno;
 
@@ -38,6 +41,9 @@ impl KvmVm {
             });
         }
         let fd = create_fd(shared)?;
+        if !config.performance_counters {
+            disable_performance_counters(&fd)?;
+        }
         fd.set_identity_map_address(IDENTITY_MAP_ADDRESS)
             .map_err(|e| HypervisorError::call("placing the identity map", e))?;
         // Fits: the address is below 4 GiB and this is a 64-bit host.
@@ -91,6 +97,21 @@ fn create_fd(shared: &Shared) -> Result<VmFd> {
             Err(e) => return Err(HypervisorError::call("creating a virtual machine", e)),
         }
     }
+}
+
+/// Before the first vCPU exists. A kernel before 5.18 cannot, and then the guest has them.
+fn disable_performance_counters(fd: &VmFd) -> Result<()> {
+    let supported = fd.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
+    if u32::try_from(supported).unwrap_or(0) & KVM_PMU_CAP_DISABLE == 0 {
+        return Ok(());
+    }
+    let mut cap = kvm_enable_cap {
+        cap: KVM_CAP_PMU_CAPABILITY,
+        ..Default::default()
+    };
+    cap.args[0] = KVM_PMU_CAP_DISABLE.into();
+    fd.enable_cap(&cap)
+        .map_err(|e| HypervisorError::call("disabling the performance counters", e))
 }
 
 impl Vm for KvmVm {

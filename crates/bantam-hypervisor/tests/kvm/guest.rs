@@ -94,8 +94,8 @@ impl Guest {
     /// A machine of one vCPU without an interrupt controller, so that `hlt` exits.
     pub(crate) fn plain(code: &[u8]) -> Option<Self> {
         let config = VmConfig {
-            vcpus: 1,
             interrupt_controller: false,
+            ..VmConfig::new(1)
         };
         Self::new(&config, code)
     }

@@ -96,8 +96,8 @@ fn interrupts_need_an_interrupt_controller() {
         return;
     };
     let config = VmConfig {
-        vcpus: 1,
         interrupt_controller: false,
+        ..VmConfig::new(1)
     };
     let vm = kvm.create_vm(&config).unwrap();
     let event = EventFd::new(libc::EFD_NONBLOCK).unwrap();

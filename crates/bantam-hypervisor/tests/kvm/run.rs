@@ -114,8 +114,8 @@ fn a_triple_fault_is_a_shutdown() {
 #[test]
 fn two_vcpus_run_on_two_threads() {
     let config = VmConfig {
-        vcpus: 2,
         interrupt_controller: false,
+        ..VmConfig::new(2)
     };
     // out 0x20, al; hlt
     let Some(guest) = Guest::new(&config, &[0xe6, 0x20, 0xf4]) else {
