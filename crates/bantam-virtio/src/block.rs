@@ -4,6 +4,10 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN,
+    VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
+};
 use vm_memory::VolatileSlice;
 
 use crate::device::read_config_bytes;
@@ -25,24 +29,15 @@ const QUEUE_SIZES: &[u16] = &[256];
 
 /// Feature bits (§5.2.3).
 mod feature {
-    pub(super) const SEG_MAX: u64 = 1 << 2;
-    pub(super) const RO: u64 = 1 << 5;
-    pub(super) const FLUSH: u64 = 1 << 9;
-    pub(super) const DISCARD: u64 = 1 << 13;
-    pub(super) const WRITE_ZEROES: u64 = 1 << 14;
+    use virtio_bindings::virtio_blk as blk;
+    pub(super) const SEG_MAX: u64 = 1 << blk::VIRTIO_BLK_F_SEG_MAX;
+    pub(super) const RO: u64 = 1 << blk::VIRTIO_BLK_F_RO;
+    pub(super) const FLUSH: u64 = 1 << blk::VIRTIO_BLK_F_FLUSH;
+    pub(super) const DISCARD: u64 = 1 << blk::VIRTIO_BLK_F_DISCARD;
+    pub(super) const WRITE_ZEROES: u64 = 1 << blk::VIRTIO_BLK_F_WRITE_ZEROES;
 }
 
-/// Request types (§5.2.6). Others, SCSI commands among them, are unsupported.
-mod request {
-    pub(super) const IN: u32 = 0;
-    pub(super) const OUT: u32 = 1;
-    pub(super) const FLUSH: u32 = 4;
-    pub(super) const GET_ID: u32 = 8;
-    pub(super) const DISCARD: u32 = 11;
-    pub(super) const WRITE_ZEROES: u32 = 13;
-}
-
-/// A request's answer.
+/// A request's answer (§5.2.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Status {
@@ -201,30 +196,33 @@ impl Requests {
         let payload = chain.readable().len() - HEADER;
         let disk = &*self.disk;
         match u32::from_le_bytes([t0, t1, t2, t3]) {
-            request::IN => match self.read(chain, memory, sector, room) {
+            VIRTIO_BLK_T_IN => match self.read(chain, memory, sector, room) {
                 Ok(()) => (Status::Ok, room),
                 Err(error) => failed("read", sector, &error),
             },
-            request::GET_ID => {
+            VIRTIO_BLK_T_GET_ID => {
                 let written = chain.writable().write_at(memory, 0, &disk.id);
                 (Status::Ok, room.min(u32::try_from(written).unwrap_or(room)))
             }
             // A read-only disk has nothing to flush.
-            request::FLUSH if disk.read_only => (Status::Ok, 0),
-            request::OUT | request::DISCARD | request::WRITE_ZEROES if disk.read_only => {
+            VIRTIO_BLK_T_FLUSH if disk.read_only => (Status::Ok, 0),
+            VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES
+                if disk.read_only =>
+            {
                 (Status::IoErr, 0)
             }
-            request::FLUSH => match disk.file.sync_data() {
+            VIRTIO_BLK_T_FLUSH => match disk.file.sync_data() {
                 Ok(()) => (Status::Ok, 0),
                 Err(error) => failed("flush", sector, &error),
             },
-            request::OUT => match self.write(chain, memory, sector, payload) {
+            VIRTIO_BLK_T_OUT => match self.write(chain, memory, sector, payload) {
                 Ok(()) => (Status::Ok, 0),
                 Err(error) => failed("write", sector, &error),
             },
-            kind @ (request::DISCARD | request::WRITE_ZEROES) => {
-                (self.zero(chain, memory, kind == request::DISCARD), 0)
+            kind @ (VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES) => {
+                (self.zero(chain, memory, kind == VIRTIO_BLK_T_DISCARD), 0)
             }
+            // SCSI commands among them.
             _ => (Status::Unsupported, 0),
         }
     }

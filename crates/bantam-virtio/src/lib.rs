@@ -63,8 +63,8 @@ pub use error::{Error, Result};
 pub use interrupt::{Interrupt, InterruptLine};
 pub use mmio::MmioTransport;
 pub use queue::{
-    ActiveQueue, Buffers, Chain, MAX_CHAIN_SEGMENTS, QueueConfig, QueueCursor, Segment,
-    SharedCursor,
+    ActiveQueue, Buffers, Chain, MAX_CHAIN_SEGMENTS, QueueConfig, QueueCursor, QueueWiring,
+    Segment, SharedCursor,
 };
 pub use rng::RngDevice;
 pub use sys::EventFd;
@@ -76,12 +76,15 @@ pub type GuestRam = vm_memory::GuestMemoryMmap<()>;
 /// Feature bits that belong to the ring and the transport rather than to a device
 /// (virtio 1.3 §6).
 pub mod features {
+    use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+    use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+
     /// Descriptors may refer to a table of descriptors.
-    pub const RING_INDIRECT_DESC: u64 = 1 << 28;
+    pub const RING_INDIRECT_DESC: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC;
     /// `used_event` and `avail_event` suppress notifications.
-    pub const RING_EVENT_IDX: u64 = 1 << 29;
-    /// Virtio 1.x; every transport here insists on it.
-    pub const VERSION_1: u64 = 1 << 32;
+    pub const RING_EVENT_IDX: u64 = 1 << VIRTIO_RING_F_EVENT_IDX;
+    /// Virtio 1.x. The mmio transport insists on it; a vhost-user front-end may serve a legacy driver.
+    pub const VERSION_1: u64 = 1 << VIRTIO_F_VERSION_1;
     /// What every transport offers besides the device's own bits.
     pub const TRANSPORT: u64 = RING_INDIRECT_DESC | RING_EVENT_IDX | VERSION_1;
 }

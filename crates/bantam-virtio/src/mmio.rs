@@ -29,13 +29,16 @@ const VENDOR: u32 = u32::from_le_bytes(*b"bntm");
 
 /// Device status bits (virtio 1.3 §2.1).
 mod status {
-    pub(super) const DRIVER: u32 = 2;
-    pub(super) const DRIVER_OK: u32 = 4;
-    pub(super) const FEATURES_OK: u32 = 8;
-    pub(super) const NEEDS_RESET: u32 = 0x40;
-    pub(super) const FAILED: u32 = 0x80;
+    use virtio_bindings::virtio_config as config;
+    pub(super) const DRIVER_OK: u32 = config::VIRTIO_CONFIG_S_DRIVER_OK;
+    pub(super) const FEATURES_OK: u32 = config::VIRTIO_CONFIG_S_FEATURES_OK;
+    pub(super) const NEEDS_RESET: u32 = config::VIRTIO_CONFIG_S_NEEDS_RESET;
     /// What the driver can set.
-    pub(super) const DRIVER_BITS: u32 = 1 | DRIVER | DRIVER_OK | FEATURES_OK | FAILED;
+    pub(super) const DRIVER_BITS: u32 = config::VIRTIO_CONFIG_S_ACKNOWLEDGE
+        | config::VIRTIO_CONFIG_S_DRIVER
+        | DRIVER_OK
+        | FEATURES_OK
+        | config::VIRTIO_CONFIG_S_FAILED;
 }
 
 /// Interrupt status bits (virtio 1.3 §4.2.2).

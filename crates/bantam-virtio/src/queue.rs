@@ -9,6 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions, VolatileSlice};
@@ -261,7 +262,6 @@ impl ActiveQueue {
     }
 
     fn wants_interrupt(&mut self) -> Result<bool, virtio_queue::Error> {
-        const NO_INTERRUPT: u16 = 1;
         if !self.queue.needs_notification(&*self.memory)? {
             return Ok(false);
         }
@@ -272,7 +272,7 @@ impl ActiveQueue {
             .memory
             .load(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed)
             .map_err(virtio_queue::Error::GuestMemory)?;
-        Ok(u16::from_le(flags) & NO_INTERRUPT == 0)
+        Ok(u32::from(u16::from_le(flags)) & VRING_AVAIL_F_NO_INTERRUPT == 0)
     }
 
     /// Asks the driver not to kick while the queue is being worked on. A hint.

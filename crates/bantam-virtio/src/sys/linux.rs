@@ -212,6 +212,12 @@ pub(crate) fn send_vectored(fd: impl AsFd, slices: &[Slice<'_>]) -> io::Result<u
     })
 }
 
+/// One `send(2)`, likewise.
+pub(crate) fn send(fd: impl AsFd, bytes: &[u8]) -> io::Result<usize> {
+    let flags = rustix::net::SendFlags::NOSIGNAL;
+    Ok(rustix::net::send(fd, bytes, flags)?)
+}
+
 /// Gives the storage of a range back; it reads as zeroes afterwards.
 pub(crate) fn punch_hole(file: &File, offset: u64, len: u64) -> io::Result<()> {
     use rustix::fs::FallocateFlags;

@@ -220,11 +220,7 @@ impl Connection {
     pub(super) fn flush(&mut self) {
         while !self.to_host.is_empty() {
             let (front, _) = self.to_host.as_slices();
-            let sent = retry(|| {
-                let flags = rustix::net::SendFlags::NOSIGNAL;
-                Ok(rustix::net::send(&self.stream, front, flags)?)
-            });
-            match sent {
+            match retry(|| sys::send(&self.stream, front)) {
                 Ok(done) => {
                     self.to_host.drain(..done);
                     self.forward(u32::try_from(done).unwrap_or(u32::MAX));

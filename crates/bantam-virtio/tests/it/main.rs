@@ -7,6 +7,9 @@
 
 mod devices;
 mod hostile;
+mod kinds;
+mod limits;
 mod random;
+mod registers;
 mod vsock;
 mod vsock_driver;

@@ -7,7 +7,7 @@ use bantam_virtio::testing::{
 };
 use proptest::prelude::*;
 
-use crate::hostile::KINDS;
+use crate::kinds::KINDS;
 
 fn address() -> impl Strategy<Value = u64> {
     prop_oneof![
