@@ -13,7 +13,7 @@ use crate::sys::{self, Interest};
 
 /// Where a connection is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub(super) enum Phase {
     /// The host asked; the guest has not answered.
     Connecting,
     /// Both ends agreed.
@@ -24,29 +24,29 @@ pub enum Phase {
 
 /// A connection as plain data. Counters are in bytes and wrap (virtio 1.3 §5.10.6.3).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ConnectionState {
+pub(super) struct ConnectionState {
     /// The host's port.
-    pub host_port: u32,
+    pub(super) host_port: u32,
     /// The guest's port.
-    pub guest_port: u32,
+    pub(super) guest_port: u32,
     /// Where it is in its life.
-    pub phase: Phase,
+    pub(super) phase: Phase,
     /// Bytes sent to the guest.
-    pub sent: u32,
+    pub(super) sent: u32,
     /// The guest's receive buffer, as it last said.
-    pub peer_buf_alloc: u32,
+    pub(super) peer_buf_alloc: u32,
     /// Bytes the guest took out of that buffer, as it last said.
-    pub peer_fwd_cnt: u32,
+    pub(super) peer_fwd_cnt: u32,
     /// Bytes received from the guest.
-    pub received: u32,
+    pub(super) received: u32,
     /// Of those, bytes passed on to the host's stream.
-    pub forwarded: u32,
+    pub(super) forwarded: u32,
     /// What the guest was last told about `forwarded`.
-    pub forwarded_told: u32,
+    pub(super) forwarded_told: u32,
     /// Directions that the guest shut down: 1 receive, 2 send.
-    pub guest_shutdown: u32,
+    pub(super) guest_shutdown: u32,
     /// Directions that the host shut down.
-    pub host_shutdown: u32,
+    pub(super) host_shutdown: u32,
 }
 
 /// Packets that a connection owes the guest. At most one of each.

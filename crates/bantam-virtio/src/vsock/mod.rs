@@ -6,11 +6,11 @@
 //! or reset a connection reaches the host's stream; after that the stream is at its end.
 
 mod connection;
+mod drain;
 mod host;
 mod muxer;
 mod packet;
 
-pub use connection::{ConnectionState, Phase};
 pub use host::{Vsock, VsockListener};
 
 use std::sync::Arc;

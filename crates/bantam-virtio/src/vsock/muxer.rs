@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::connection::{Connection, Phase};
+use super::drain;
 use super::host::Shared;
 use super::packet::{HEADER_LEN, Header, TYPE_STREAM, op};
 use super::{HOST_CID, MAX_CONNECTIONS, NAME};
@@ -161,10 +162,18 @@ impl<'a> Muxer<'a> {
         tx_more || rx_more
     }
 
-    /// The device stops: what the guest sent so far still goes to the host, once.
-    fn finish(&mut self) {
+    /// The device stops: what the guest sent so far still goes to the host.
+    fn finish(mut self) {
         let size = usize::from(self.tx.state().size);
         self.serve_tx(size);
+        let unread: Vec<_> = self
+            .connections
+            .into_values()
+            .filter(Connection::has_backlog)
+            .collect();
+        if !unread.is_empty() {
+            drain::start(unread);
+        }
     }
 
     fn kicked(&mut self, token: u64, hung_up: bool) -> io::Result<()> {
@@ -264,6 +273,10 @@ impl<'a> Muxer<'a> {
         if let Some(connection) = self.connections.get_mut(&id) {
             let ports = (connection.state.host_port, connection.state.guest_port);
             self.by_ports.remove(&ports);
+            if std::mem::take(&mut connection.in_line) {
+                // A guest without receive buffers would make the line grow without end.
+                self.line.retain(|&waiting| waiting != id);
+            }
             connection.drain();
             self.settle(id);
         }

@@ -431,6 +431,25 @@ fn a_reset_ends_all_streams_and_leaves_the_device_usable() {
 }
 
 #[test]
+fn what_a_slow_host_has_not_read_when_the_device_goes_still_arrives() {
+    let (mut driver, mut stream) = accepted(Transport::Direct);
+    let listener = driver.vsock.listen(7).unwrap();
+    driver.send(&Packet::new(REQUEST, 1, 7));
+    driver.expect(RESPONSE);
+    let mut other = listener.accept().unwrap();
+    // More than a socket holds.
+    let bytes: Vec<u8> = (0..BUF_ALLOC).map(|i| (i % 251) as u8).collect();
+    for piece in bytes.chunks(65536) {
+        driver.send(&packet(RW).data(piece));
+        driver.send(&Packet::new(RW, 1, 7).data(piece));
+    }
+    drop(driver);
+    // Nobody waits for the one that is read last.
+    assert_eq!(read_to_end(&mut other), bytes);
+    assert_eq!(read_to_end(&mut stream), bytes);
+}
+
+#[test]
 fn what_the_guest_had_sent_when_it_was_reset_still_arrives() {
     let (mut driver, mut stream) = accepted(Transport::Direct);
     let mut bytes = packet(RW).data(b"last line\n").header();
