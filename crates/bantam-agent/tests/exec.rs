@@ -327,6 +327,8 @@ fn a_timeout_kills_everything_and_is_reported() {
 #[test]
 fn a_hundred_commands_run_side_by_side() {
     let agent = Agent::start();
+    assert_eq!(agent.sh("exit 0").status(), ExitStatus::Exited(0));
+    let before = agent.open_descriptors();
     let mut streams: Vec<_> = (0..100)
         .map(|n| {
             agent.exec(ExecRequest {
@@ -343,10 +345,9 @@ fn a_hundred_commands_run_side_by_side() {
         let output = stream.feed_and_finish(n.to_string().as_bytes());
         assert_eq!(output.text(), n.to_string());
     }
-    // All is given back: three standard streams, socket, epoll and signals remain.
-    assert_eq!(agent.sh("exit 0").status(), ExitStatus::Exited(0));
-    let open = agent.open_descriptors();
-    assert!(open < 12, "{open} descriptors are left open");
+    // All is given back, but for what the last one is just giving back.
+    let after = agent.open_descriptors();
+    assert!(after < before + 8, "{before} descriptors became {after}");
 }
 
 #[test]
