@@ -311,7 +311,7 @@ impl DockerSave {
         let config_what = format!("{what}: {}", image.config);
         let config = parse_config(&config_what, &bytes)?;
         if let Some(offered) = config.platform()
-            && wanted.platform.rank(&offered).is_none()
+            && !wanted.platform.fits_config(&offered)
         {
             return Err(Error::NoPlatform {
                 image: what.clone(),

@@ -390,7 +390,7 @@ impl Chooser<'_> {
         check(&config_what, &manifest.config, &config_digest, &bytes)?;
         let config = parse_config(&config_what, &bytes)?;
         if let Some(offered) = config.platform()
-            && self.platform.rank(&offered).is_none()
+            && !self.platform.fits_config(&offered)
         {
             self.offered.push(offered.to_string());
             return Ok(None);

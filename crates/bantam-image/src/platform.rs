@@ -74,6 +74,14 @@ impl Platform {
             _ => None,
         }
     }
+
+    /// Whether a configuration for `offered` may run here. Unlike indexes, configurations often leave the variant out.
+    pub(crate) fn fits_config(&self, offered: &Platform) -> bool {
+        let unsaid = offered.variant.is_empty()
+            && self.os == offered.os
+            && self.architecture == offered.architecture;
+        unsaid || self.rank(offered).is_some()
+    }
 }
 
 impl Default for Platform {

@@ -4,7 +4,7 @@ pub(crate) mod erofs;
 pub(crate) mod image;
 pub(crate) mod tarball;
 
-pub(crate) use erofs::{Node, read_erofs};
+pub(crate) use erofs::read_erofs;
 pub(crate) use image::{Layout, apply, apply_with, digest, gzip};
 pub(crate) use tarball::{Entry, Tar};
 
