@@ -40,9 +40,10 @@ use boot::{Booted, StepFailed, boot};
 use control::Control;
 use server::{End, Listener, Server};
 
-/// How long killed processes may take to go; one stuck in the kernel does not keep the
-/// guest from powering off.
-const KILL_WAIT: Duration = Duration::from_secs(2);
+/// How long killed processes may take to go, and the host to take their last output: a
+/// process stuck in the kernel, or a host that does not read, does not keep the guest
+/// from powering off.
+const KILL_WAIT: Duration = Duration::from_secs(1);
 
 /// The agent's `main`; the result is its exit status.
 fn run() -> i32 {

@@ -170,20 +170,21 @@ impl Server {
         }
     }
 
-    /// Serves until no process is left or `deadline` is over; the host still gets
-    /// the last output of its commands.
+    /// Serves until no process is left and the host has all output of its commands, or
+    /// until `deadline` is over.
     ///
     /// # Errors
     /// Only if epoll itself fails.
     pub(crate) fn run_down(&mut self, deadline: Instant) -> nix::Result<()> {
         self.open = false;
-        while self.reap() {
+        loop {
+            let processes = self.reap();
             for id in std::mem::take(&mut self.due) {
                 self.turn(id);
             }
             let now = Instant::now();
-            if now >= deadline {
-                break;
+            if now >= deadline || !(processes || self.has_commands()) {
+                return Ok(());
             }
             let timeout = if self.due.is_empty() {
                 until(deadline, now)
@@ -192,10 +193,12 @@ impl Server {
             };
             self.wait(timeout)?;
         }
-        for id in std::mem::take(&mut self.due) {
-            self.turn(id);
-        }
-        Ok(())
+    }
+
+    fn has_commands(&self) -> bool {
+        self.sessions
+            .values()
+            .any(|session| matches!(session, Session::Command(_)))
     }
 
     /// The control stream, for the last message.
