@@ -59,9 +59,3 @@ pub enum ArchError {
         source: HypervisorError,
     },
 }
-
-impl ArchError {
-    pub(crate) fn kernel(what: impl Into<String>) -> Self {
-        Self::Kernel { what: what.into() }
-    }
-}

@@ -10,16 +10,12 @@ use super::layout::{MMIO_SLOT_SIZE, MmioSlot};
 /// * `quiet`: console output is slow, and the console is often not looked at;
 /// * `tsc=reliable`: no clocksource watchdog; kvm-clock says the frequency;
 /// * `no_timer_check`: there is no PIT whose interrupt could be waited for;
-/// * `noreplace-smp` (one vCPU): skips patching the lock prefixes out, 4 million instructions;
-/// * `i8042.noaux`, `i8042.nokbd`, ...: there is no keyboard controller to probe; harmless in a
-///   kernel without the driver.
+/// * `noreplace-smp` (one vCPU): does not patch the kernel's code for one CPU, which takes some 4
+///   million instructions and gains less.
 ///
 /// Device entries for `slots` follow. Console arguments are the caller's.
 pub fn base(vcpus: u32, slots: &[MmioSlot]) -> String {
-    let mut line = String::from(
-        "reboot=t panic=-1 quiet tsc=reliable no_timer_check \
-         i8042.noaux i8042.nomux i8042.dumbkbd",
-    );
+    let mut line = String::from("reboot=t panic=-1 quiet tsc=reliable no_timer_check");
     if vcpus == 1 {
         line.push_str(" noreplace-smp");
     }

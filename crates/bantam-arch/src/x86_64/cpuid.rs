@@ -2,7 +2,7 @@
 //! `Documentation/virt/kvm/x86/cpuid.rst`).
 //!
 //! The hypervisor's list of what it supports is the start. From it go the features that a microVM
-//! has no use for, each with its reason in [`HIDDEN`]; the topology is made to fit the vCPU count;
+//! has no use for, each with its reason in `HIDDEN`; the topology is made to fit the vCPU count;
 //! and the TSC's frequency is told, so that nothing is measured. Model, caches, brand string and
 //! instruction-set extensions stay the host's.
 
@@ -156,6 +156,11 @@ const EMPTY: &[(u32, Unless, &str)] = &[
     (0x8000_000a, Unless::Nested, "SVM"),
     (0x8000_001b, Unless::Never, "IBS"),
     (0x8000_0022, Unless::Pmu, "extended performance monitoring"),
+    (
+        0x8000_0026,
+        Unless::Never,
+        "AMD's second topology leaf, as 0x1f",
+    ),
 ];
 
 const fn bits(list: &[u32]) -> u32 {

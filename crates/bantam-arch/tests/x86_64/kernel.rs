@@ -135,6 +135,11 @@ fn a_file_that_cannot_be_read_is_named() {
         Kernel::open(Path::new("/")),
         Err(ArchError::KernelFile { .. })
     ));
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(4096).unwrap();
+    let error = Kernel::open(file.path()).unwrap_err().to_string();
+    assert!(error.contains(file.path().to_str().unwrap()), "{error}");
+    assert!(error.contains("neither an ELF file"), "{error}");
 }
 
 /// Kernels of a distribution or of our own: what `BANTAM_TEST_KERNELS` lists (separated by colons),

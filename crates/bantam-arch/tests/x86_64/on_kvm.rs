@@ -1,7 +1,7 @@
 //! Payloads that start exactly as a kernel does, on a real `/dev/kvm`.
 
 use bantam_arch::x86_64::boot::{Boot, prepare};
-use bantam_arch::x86_64::{CpuPolicy, Kernel, configure_vcpu};
+use bantam_arch::x86_64::{CpuPolicy, Kernel, configure_vcpu, layout};
 use bantam_hypervisor::x86::MpState;
 use bantam_hypervisor::{Exit, MemorySlot, Vcpu, Vm, VmConfig};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
@@ -133,4 +133,22 @@ fn a_guest_sees_the_policys_cpuid() {
     assert_eq!(ecx >> 24 & 1, 1, "TSC deadline timer");
     assert_eq!(ecx & (1 << 3 | 1 << 5), 0, "neither MONITOR nor VMX");
     assert!(matches!(machine.vcpu.run().unwrap(), Exit::Shutdown));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn no_window_in_the_hole_covers_another() {
+    let devices = layout::MMIO_START
+        ..layout::MMIO_START + u64::from(layout::MMIO_SLOTS) * layout::MMIO_SLOT_SIZE;
+    let windows = [
+        layout::HOLE_START..layout::HOLE_START,
+        devices,
+        layout::IOAPIC..layout::IOAPIC + 0x1000,
+        layout::LAPIC..layout::LAPIC + 0x1000,
+        bantam_hypervisor::kvm::RESERVED,
+        layout::HOLE_END..layout::HOLE_END,
+    ];
+    for pair in windows.windows(2) {
+        assert!(pair[0].end <= pair[1].start, "{pair:x?}");
+    }
 }

@@ -93,7 +93,10 @@ impl Kernel {
         };
         let file = File::open(path).map_err(failed)?;
         let source = Source::file(file).map_err(failed)?;
-        Self::from_source(source)
+        Self::from_source(source).map_err(|error| match error {
+            ArchError::Kernel { what } => ArchError::kernel(format!("{}: {what}", path.display())),
+            other => other,
+        })
     }
 
     /// The same for a kernel in memory.
@@ -178,5 +181,11 @@ impl Kernel {
             start: GuestAddress(self.image.start),
             end: GuestAddress(self.image.end),
         })
+    }
+}
+
+impl ArchError {
+    fn kernel(what: impl Into<String>) -> Self {
+        Self::Kernel { what: what.into() }
     }
 }
