@@ -306,7 +306,14 @@ fn map(region: &VhostUserMemoryRegion, file: File) -> VhostResult<GuestRegionMma
         ));
     }
     let size = usize::try_from(region.memory_size).map_err(|_| VhostError::InvalidParam)?;
-    // Checks that the file is long enough.
+    // Mapping beyond the end succeeds; touching it is a SIGBUS.
+    let len = file.metadata().map_err(VhostError::ReqHandlerError)?.len();
+    let end = region.mmap_offset.checked_add(region.memory_size);
+    if end.is_none_or(|end| end > len) {
+        return Err(VhostError::InvalidOperation(
+            "guest memory is longer than its file",
+        ));
+    }
     MmapRegion::from_file(FileOffset::new(file, region.mmap_offset), size)
         .map_err(|error| VhostError::ReqHandlerError(io::Error::other(error)))
         .and_then(|mapping| {

@@ -4,7 +4,7 @@
 //! hw_random drivers built in), `qemu-system-x86_64`, `musl-gcc` and `cpio`; says so where they are
 //! missing.
 #![cfg(all(feature = "vhost-user", target_os = "linux", target_arch = "x86_64"))]
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -72,9 +72,12 @@ fn linux_on_qemu_uses_disk_entropy_and_sockets() {
         println!("skipped: no musl-gcc or cpio");
         return;
     }
+    let bytes: Vec<u8> = (0..32_u32 << 20).map(|i| (i ^ i >> 9) as u8).collect();
     let file = tempfile::tempfile().unwrap();
-    file.set_len(1 << 20).unwrap();
-    file.write_all_at(&[77; 512], 7 * 512).unwrap();
+    file.write_all_at(&bytes, 0).unwrap();
+    let sum = bytes.iter().fold(0_u64, |sum, &byte| {
+        sum.wrapping_mul(31).wrapping_add(byte.into())
+    });
 
     let mut qemu = Command::new("qemu-system-x86_64");
     qemu.args([
@@ -126,9 +129,12 @@ fn linux_on_qemu_uses_disk_entropy_and_sockets() {
 
     let mut control = listener.accept_timeout(Duration::from_secs(60)).unwrap();
     println!("hello after {:?}", start.elapsed());
-    let mut hello = [0; 9];
+    let mut hello = [0; 23];
     control.read_exact(&mut hello).unwrap();
-    assert_eq!(&hello, b"hello 77\n");
+    assert_eq!(
+        String::from_utf8_lossy(&hello),
+        format!("hello {sum:016x}\n")
+    );
 
     // Echo, with a half-close.
     for _ in 0..3 {

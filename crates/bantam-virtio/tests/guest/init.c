@@ -65,7 +65,9 @@ static void serve(int fd)
 
 int main(void)
 {
-	unsigned char sector[512] = { 0 }, random[16] = { 0 };
+	unsigned char random[16] = { 0 };
+	uint64_t sum = 0;
+	ssize_t got;
 	struct address host = { AF_VSOCK, 0, 1024, 2 }, any = { AF_VSOCK, 0, 1025, -1U };
 	int fd, control, listener;
 
@@ -73,8 +75,14 @@ int main(void)
 	signal(SIGPIPE, SIG_IGN);
 	mkdir("/dev", 0755);
 	mount("dev", "/dev", "devtmpfs", 0, "");
-	if ((fd = open("/dev/vda", O_RDONLY)) < 0 || pread(fd, sector, 512, 7 * 512) != 512)
+	if ((fd = open("/dev/vda", O_RDONLY)) < 0)
 		die("vda");
+	while ((got = read(fd, buffer, sizeof buffer)) > 0)
+		for (ssize_t i = 0; i < got; i++)
+			sum = sum * 31 + (unsigned char)buffer[i];
+	close(fd);
+	if ((fd = open("/dev/vda", O_WRONLY)) >= 0 && write(fd, buffer, 512) == 512 && fsync(fd) == 0)
+		die("vda can be written");
 	if ((fd = open("/dev/hwrng", O_RDONLY)) < 0 || read(fd, random, 16) != 16)
 		die("hwrng");
 	if ((listener = socket(AF_VSOCK, SOCK_STREAM, 0)) < 0 ||
@@ -83,7 +91,7 @@ int main(void)
 	if ((control = socket(AF_VSOCK, SOCK_STREAM, 0)) < 0 ||
 	    connect(control, (struct sockaddr *)&host, sizeof host))
 		die("connect");
-	dprintf(control, "hello %u\n", sector[0]);
+	dprintf(control, "hello %016llx\n", (unsigned long long)sum);
 	if (fork() == 0) {
 		while ((fd = accept(listener, 0, 0)) >= 0) {
 			if (fork() == 0) {

@@ -11,5 +11,7 @@ mod kinds;
 mod limits;
 mod random;
 mod registers;
+#[cfg(feature = "vhost-user")]
+mod vhost_user;
 mod vsock;
 mod vsock_driver;
