@@ -3,7 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// How often a log that is not a terminal gets a line for work that goes on.
@@ -27,25 +28,23 @@ struct Board {
 impl Progress {
     /// A board that reports on stderr.
     pub(crate) fn new() -> Self {
-        Self(Arc::new(Mutex::new(Board {
+        let board = Arc::new(Mutex::new(Board {
             start: Instant::now(),
             terminal: std::io::stderr().is_terminal(),
             tasks: BTreeMap::new(),
             shown: None,
             dirty: false,
-        })))
+        }));
+        let weak = Arc::downgrade(&board);
+        thread::spawn(move || keep_talking(&weak));
+        Self(board)
     }
 
     /// Says where `task` is now.
     pub(crate) fn update(&self, task: &str, state: String) {
         let mut board = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let new = board.tasks.insert(task.to_owned(), state).is_none();
-        let interval = if board.terminal {
-            REDRAW_INTERVAL
-        } else {
-            PLAIN_INTERVAL
-        };
-        if new || board.shown.is_none_or(|t| t.elapsed() >= interval) {
+        if new || board.is_due() {
             board.draw();
         }
     }
@@ -70,7 +69,28 @@ impl Progress {
     }
 }
 
+/// Says again where things are while a task is silent (a compiler, say).
+fn keep_talking(board: &Weak<Mutex<Board>>) {
+    while let Some(board) = board.upgrade() {
+        let mut board = board.lock().unwrap_or_else(PoisonError::into_inner);
+        if !board.tasks.is_empty() && board.is_due() {
+            board.draw();
+        }
+        drop(board);
+        thread::sleep(Duration::from_secs(1));
+    }
+}
+
 impl Board {
+    fn is_due(&self) -> bool {
+        let interval = if self.terminal {
+            REDRAW_INTERVAL
+        } else {
+            PLAIN_INTERVAL
+        };
+        self.shown.is_none_or(|shown| shown.elapsed() >= interval)
+    }
+
     fn draw(&mut self) {
         let tasks: Vec<String> = self
             .tasks
