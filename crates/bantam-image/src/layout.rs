@@ -171,6 +171,9 @@ impl Archive {
             }
             let path = normal(&[], &entry.path);
             let place = match entry.kind {
+                EntryKind::File if !entry.is_contiguous() => {
+                    return Err(Error::malformed(what, "a sparse file among its blobs"));
+                }
                 EntryKind::File => {
                     let offset = reader.data_offset();
                     if offset.checked_add(entry.size).is_none_or(|end| end > len) {

@@ -25,9 +25,10 @@ pub enum ImageSource {
 impl ImageSource {
     /// Understands what users type.
     ///
-    /// `-` is standard input. `oci:`, `oci-archive:`, `docker-archive:` and `dir:` say what a path is; a path
-    /// that starts with `/`, `./` or `../`, or any existing path, is looked at: a directory with an `oci-layout`
-    /// file is a layout, any other directory a root file system, a file an archive. The rest are references.
+    /// `-` is standard input. `oci:`, `oci-archive:`, `docker-archive:` and `dir:` say what a path is. Text that starts
+    /// with `/` or `.`, an existing path with a slash in it, and an existing file with `.tar` or `.tgz` in its name are
+    /// looked at: a directory with an `oci-layout` file is a layout, any other directory a root file system, a file an
+    /// archive. The rest are references: a directory `python` that happens to be here does not hide the image.
     pub fn parse(text: &str) -> Result<Self> {
         if text == "-" {
             return Ok(Self::Stdin);
@@ -47,22 +48,24 @@ impl ImageSource {
                         why: format!("a path must follow {prefix}"),
                     });
                 }
-                // `oci:5000/app` and the like would be a registry named like a prefix; a real path decides.
                 fs::metadata(path).map_err(Error::path("find", Path::new(path)))?;
                 return Ok(make(PathBuf::from(path)));
             }
         }
         let path = Path::new(text);
-        let is_path = text.starts_with(['/', '.']) || text == "~" || text.starts_with("~/");
+        let is_path = text.starts_with(['/', '.']);
+        let may_be_path =
+            is_path || text.contains('/') || text.contains(".tar") || text.ends_with(".tgz");
         match fs::metadata(path) {
-            Ok(meta) if meta.is_dir() && path.join("oci-layout").is_file() => {
-                Ok(Self::OciLayoutDir(path.to_owned()))
+            Ok(meta) if may_be_path && meta.is_dir() => {
+                let is_layout = path.join("oci-layout").is_file();
+                Ok(if is_layout {
+                    Self::OciLayoutDir(path.into())
+                } else {
+                    Self::RootDir(path.into())
+                })
             }
-            // A name without a slash that is also a directory here is more likely meant as an image.
-            Ok(meta) if meta.is_dir() && (is_path || text.contains('/')) => {
-                Ok(Self::RootDir(path.to_owned()))
-            }
-            Ok(meta) if !meta.is_dir() => Ok(Self::Archive(path.to_owned())),
+            Ok(_) if may_be_path => Ok(Self::Archive(path.to_owned())),
             Err(e) if is_path => Err(Error::path("find", path)(e)),
             _ => Reference::parse(text).map(Self::Registry),
         }
@@ -116,6 +119,12 @@ mod tests {
             prefixed("docker-archive:", &file),
             ImageSource::Archive(file)
         );
+        // The tests run in the crate's directory, which has one of that name.
+        assert!(Path::new("src").is_dir());
+        assert!(matches!(
+            ImageSource::parse("src").unwrap(),
+            ImageSource::Registry(_)
+        ));
         assert!(matches!(
             ImageSource::parse("python:3.12-slim").unwrap(),
             ImageSource::Registry(_)

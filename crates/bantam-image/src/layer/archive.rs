@@ -46,6 +46,13 @@ pub(crate) struct Entry {
     sparse: Option<Vec<(u64, u64)>>,
 }
 
+impl Entry {
+    /// Whether the stored bytes are the contents as they are.
+    pub(crate) fn is_contiguous(&self) -> bool {
+        self.sparse.is_none()
+    }
+}
+
 /// Where the stored bytes of a sparse file belong.
 struct Sparse {
     /// Offset and length, in order.

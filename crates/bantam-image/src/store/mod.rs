@@ -18,7 +18,7 @@ mod work;
 
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -220,6 +220,13 @@ impl Job<'_> {
 
     fn registry(&self, reference: &Reference) -> Result<Image> {
         let key = format!("{reference} {}", self.options.platform);
+        // A manifest's digest says all there is to say, wherever the image came from.
+        if self.options.pull != PullPolicy::Always
+            && let Some(digest) = reference.digest()
+            && let Some(image) = self.store.find(digest)?
+        {
+            return Ok(image);
+        }
         if self.options.pull != PullPolicy::Always
             && let Some(image) = self.store.recall("refs", &key)?
         {
@@ -379,7 +386,9 @@ impl Job<'_> {
         digest: &Digest,
         config: ImageConfig,
     ) -> Result<Image> {
-        file.sync_all()
+        // Nobody is meant to write to it again, this process included.
+        file.set_permissions(fs::Permissions::from_mode(0o400))
+            .and_then(|()| file.sync_all())
             .map_err(Error::io("cannot write the image to the store"))?;
         let record = Record {
             digest: digest.to_string(),

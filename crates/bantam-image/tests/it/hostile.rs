@@ -309,7 +309,7 @@ fn one_flipped_byte_in_any_object_is_found_and_nothing_is_stored() {
         let mut layout = Layout::new();
         let manifest = layout.manifest(
             &[(make(&layer), id.clone())],
-            &Layout::config(&[id.clone()]),
+            &Layout::config(std::slice::from_ref(&id)),
         );
         layout.add(manifest);
         assert!(layout.files().is_ok());
@@ -365,7 +365,7 @@ fn a_wrong_diff_id_a_wrong_size_and_a_wrong_count_are_found() {
         let error = try_image(Layout::config(ids), &layers).unwrap_err();
         assert!(error.contains("lists"), "{error}");
     }
-    let mut config = Layout::config(&[id.clone()]);
+    let mut config = Layout::config(std::slice::from_ref(&id));
     config["rootfs"]["type"] = json!("other");
     assert!(try_image(config, &layers).unwrap_err().contains("rootfs"));
 

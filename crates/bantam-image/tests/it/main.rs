@@ -1,5 +1,13 @@
 //! The crate from outside: hand-made and real images in, EROFS files out.
 
+// Helpers outside of test functions are test code too, which clippy.toml cannot tell.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::print_stdout,
+    clippy::unwrap_used
+)]
+
 mod common;
 mod formats;
 mod hostile;

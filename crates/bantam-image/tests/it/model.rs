@@ -291,3 +291,64 @@ proptest! {
         prop_assert_eq!(distinct.len(), numbers.len());
     }
 }
+
+/// An archive with an entry of every kind, and where its headers are.
+fn everything() -> (Vec<u8>, Vec<usize>) {
+    let long = "n".repeat(150);
+    let mut mapped = b"1\n0\n4\n".to_vec();
+    mapped.resize(512, 0);
+    mapped.extend_from_slice(b"data");
+    let tar = Tar::new()
+        .dir("d/")
+        .file("d/f", vec![7; 700])
+        .pax(&[
+            ("path", b"d/pax"),
+            ("SCHILY.xattr.user.a", b"v"),
+            ("mtime", b"1.5"),
+            ("size", b"3"),
+        ])
+        .file("x", "abc")
+        .gnu_long(b'L', &long)
+        .gnu_long(b'K', &long)
+        .symlink("s", "t")
+        .hard_link("h", "d/f")
+        .pax(&[
+            ("GNU.sparse.major", b"1"),
+            ("GNU.sparse.minor", b"0"),
+            ("GNU.sparse.realsize", b"9000"),
+        ])
+        .file("sparse", &mapped)
+        .entry(&Entry {
+            device: (1, 3),
+            ..Entry::new(b'3', "null")
+        })
+        .whiteout("d/f")
+        .opaque("d");
+    let bytes = tar.finish();
+    let headers = (0..bytes.len())
+        .step_by(512)
+        .filter(|at| &bytes[at + 257..at + 262] == b"ustar")
+        .collect();
+    (bytes, headers)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Any answer will do, as long as there is one.
+    #[test]
+    fn altered_archives_are_read_or_refused(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<bool>(), 0_usize..512, any::<u8>()), 1..6)) {
+        let (mut bytes, headers) = everything();
+        for (which, in_header, offset, value) in changes {
+            let at = if in_header { headers[which.index(headers.len())] + offset } else { which.index(bytes.len()) };
+            bytes[at] = value;
+        }
+        // Checksums are put right, or hardly a change would get any further.
+        for at in headers {
+            bytes[at + 148..at + 156].fill(b' ');
+            let sum: u32 = bytes[at..at + 512].iter().map(|b| u32::from(*b)).sum();
+            bytes[at + 148..at + 156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+        }
+        let _ = apply(&[Tar(bytes)]);
+    }
+}

@@ -24,7 +24,7 @@ fn layer(text: &str) -> (Vec<u8>, String) {
 /// A one-file image for a platform.
 fn image(layout: &Layout, which: &str, architecture: &str, variant: Option<&str>) -> Value {
     let layer = layer(which);
-    let mut config = Layout::config(&[layer.1.clone()]);
+    let mut config = Layout::config(std::slice::from_ref(&layer.1));
     config["architecture"] = json!(architecture);
     let mut manifest = layout.manifest(&[layer], &config);
     manifest["platform"] = json!({"os": "linux", "architecture": architecture});
@@ -191,7 +191,7 @@ fn a_media_type_may_be_missing_but_not_contradict() {
     let build = |media_type: Option<&str>, announced: &str| {
         let mut layout = Layout::new();
         let blob = layout.blob(OCI_LAYER, &bytes);
-        let config = layout.json(OCI_CONFIG, &Layout::config(&[id.clone()]));
+        let config = layout.json(OCI_CONFIG, &Layout::config(std::slice::from_ref(&id)));
         let mut manifest = json!({"schemaVersion": 2, "config": config, "layers": [blob]});
         if let Some(media_type) = media_type {
             manifest["mediaType"] = json!(media_type);

@@ -207,12 +207,8 @@ fn a_damaged_entry_of_the_store_is_made_again() {
     type Damage<'a> = &'a dyn Fn();
     let damages: [Damage<'_>; 4] = [
         &|| {
-            fs::File::options()
-                .write(true)
-                .open(&image.rootfs)
-                .unwrap()
-                .set_len(4096)
-                .unwrap()
+            fs::remove_file(&image.rootfs).unwrap();
+            fs::write(&image.rootfs, &good[..4096]).unwrap();
         },
         &|| fs::remove_file(&image.rootfs).unwrap(),
         &|| fs::write(&record, "{").unwrap(),
