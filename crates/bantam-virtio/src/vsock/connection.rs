@@ -58,7 +58,7 @@ struct Owed {
     credit_update: bool,
 }
 
-/// What the guest did is against the protocol: the connection is to be reset.
+/// Why a connection is to be reset: mostly what the guest did against the protocol.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Violation(pub(super) &'static str);
 
@@ -145,6 +145,8 @@ impl Connection {
             return Err(Violation("a response that nobody waits for"));
         }
         self.state.phase = Phase::Open;
+        // The host writes without waiting, so there is something by now, as a rule.
+        self.readable = true;
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::connection::{Connection, Phase};
+use super::connection::{Connection, Phase, Violation};
 use super::drain;
 use super::host::Shared;
 use super::packet::{HEADER_LEN, Header, TYPE_STREAM, op};
@@ -223,9 +223,8 @@ impl<'a> Muxer<'a> {
             }
             let host_port = self.free_port(connect.guest_port);
             let connection = Connection::to_guest(host_port, connect.guest_port, connect.stream);
-            if let Err(error) = self.insert(connection) {
-                tracing::warn!(%error, "watching a vsock stream; not connecting");
-            }
+            // Its stream is watched from when the guest accepts: until then a wake-up is wasted.
+            self.insert(connection);
         }
     }
 
@@ -240,16 +239,13 @@ impl<'a> Muxer<'a> {
         }
     }
 
-    fn insert(&mut self, connection: Connection) -> io::Result<()> {
+    fn insert(&mut self, connection: Connection) {
         let id = self.next_id;
         self.next_id += 1;
         let ports = (connection.state.host_port, connection.state.guest_port);
-        self.poller
-            .add(connection.stream(), id, connection.interest())?;
         self.connections.insert(id, connection);
         self.by_ports.insert(ports, id);
         self.settle(id);
-        Ok(())
     }
 
     /// After a change: has the connection stand in line if it has news, and forgets it if it is
@@ -338,7 +334,14 @@ impl<'a> Muxer<'a> {
         };
         connection.take_credit(header);
         let outcome = match header.op {
-            op::RESPONSE => connection.accepted(),
+            op::RESPONSE => connection.accepted().and_then(|()| {
+                let interest = connection.interest();
+                let added = self.poller.add(connection.stream(), id, interest);
+                added.map_err(|error| {
+                    tracing::error!(%error, "watching a vsock stream");
+                    Violation("its stream cannot be watched")
+                })
+            }),
             op::RW => {
                 let mut slices = Vec::with_capacity(4);
                 chain
@@ -372,7 +375,7 @@ impl<'a> Muxer<'a> {
                 self.end(id);
                 return;
             }
-            _ => Err(super::connection::Violation("an operation out of place")),
+            _ => Err(Violation("an operation out of place")),
         };
         match outcome {
             Ok(()) => self.settle(id),
@@ -409,7 +412,12 @@ impl<'a> Muxer<'a> {
         if !self.shared.offer(header.dst_port, theirs) {
             return Err(io::ErrorKind::ConnectionRefused.into());
         }
-        self.insert(Connection::from_guest(header, ours))
+        let connection = Connection::from_guest(header, ours);
+        let interest = connection.interest();
+        self.poller
+            .add(connection.stream(), self.next_id, interest)?;
+        self.insert(connection);
+        Ok(())
     }
 
     fn reply_reset(&mut self, header: &Header) {
