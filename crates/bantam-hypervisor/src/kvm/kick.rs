@@ -120,12 +120,15 @@ impl Kicker {
         Ok(was_blocked)
     }
 
-    /// Takes a kick's signal off the queue, after `KVM_RUN` returned because of it. The flag goes
-    /// last: a kick that comes in between is reported together with this one, and its signal at
-    /// worst makes one `run` return for nothing.
+    /// Takes a kick's signal off the queue, after `KVM_RUN` returned because of it.
+    ///
+    /// The flag goes last: a kick that comes in between is reported together with this one, and its
+    /// signal at worst makes one `run` return for nothing. It goes by a swap: that reads what such a
+    /// kick wrote, so whatever its sender stored before kicking is seen after `run` returns. With a
+    /// plain store the sender could find the flag still set, send nothing, and not be seen either.
     pub(super) fn acknowledge(&self) {
         drain();
-        self.pending.store(false, Ordering::Release);
+        self.pending.swap(false, Ordering::AcqRel);
     }
 
     /// Stops taking kicks and restores the thread's mask.
