@@ -37,6 +37,11 @@ enum Task {
     /// Install the Debian packages that the other commands need
     Setup(setup::SetupArgs),
     /// From a fresh clone to a command's output in a microVM
+    ///
+    /// Installs Debian packages that are missing, builds the guest kernel and
+    /// the program, makes a Debian image with Python from Debian's packages (no
+    /// registry: they limit anonymous pulls, and some networks have none), and
+    /// runs a command in it. The second time all is cached.
     Demo {
         /// Do not ask before installing packages
         #[arg(long, short)]

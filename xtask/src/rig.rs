@@ -100,6 +100,7 @@ pub(crate) fn run(
     let (events, received) = mpsc::channel();
     let result = Port::new(&mut qemu, temp.path(), "result", Answers(events.clone()))?;
 
+    // PR_SET_PDEATHSIG means the thread that spawns: this one, which waits.
     let mut child = qemu.spawn().map_err(host::start_error(&qemu))?;
     // QEMU's end is the end of its stderr.
     let said = child.stderr.take();
@@ -507,6 +508,29 @@ impl Write for Answers {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn watch_of(answer: &[u8]) -> Watch {
+        let temp = tempfile::tempdir().unwrap();
+        let console = temp.path().join("console.log");
+        fs::write(&console, "Kernel panic: why\n").unwrap();
+        let mut watch = Watch::new(temp, &console);
+        assert!(!watch.take(Event::Answer(answer.to_vec())));
+        assert!(!console.exists());
+        assert!(watch.take(Event::Ended(b"qemu said".to_vec())));
+        watch
+    }
+
+    #[test]
+    fn the_exit_code_follows_ready() {
+        assert_eq!(watch_of(b"ready\n7\n").outcome().unwrap().code, 7);
+    }
+
+    #[test]
+    fn an_end_without_an_exit_code_shows_the_console() {
+        let error = watch_of(b"ready\n").outcome().err().unwrap().to_string();
+        assert!(error.contains("qemu said"), "{error}");
+        assert!(error.contains("Kernel panic: why"), "{error}");
+    }
 
     #[test]
     fn a_quoted_word_survives_the_shell() {

@@ -495,3 +495,41 @@ impl Write for Lines {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(passed: usize, failed: usize, skipped: &[(&str, &str)]) -> Row {
+        Row {
+            name: "unit",
+            results: Results {
+                passed,
+                failed,
+                skipped: skipped
+                    .iter()
+                    .map(|(test, why)| ((*test).to_owned(), (*why).to_owned()))
+                    .collect(),
+                programs: 1,
+            },
+            took: Duration::ZERO,
+            said: String::new(),
+        }
+    }
+
+    #[test]
+    fn the_last_line_has_the_sums_and_each_skip_its_reason() {
+        let rows = [row(2, 0, &[("a", "no KVM")]), row(3, 1, &[])];
+        let (text, failed) = table(&rows);
+        assert!(failed);
+        assert!(text.contains("skipped: unit: a: no KVM\n"), "{text}");
+        assert_eq!(text.lines().last(), Some("5 passed, 1 failed, 1 skipped"));
+    }
+
+    #[test]
+    fn a_failing_check_is_a_failed_test() {
+        let (results, said) = check(Command::new("sh").args(["-c", "echo why; exit 1"])).unwrap();
+        assert_eq!((results.passed, results.failed), (0, 1));
+        assert!(said.contains("why"), "{said}");
+    }
+}
