@@ -27,7 +27,7 @@ impl Xattrs {
         let mut out = Vec::new();
         for (name, value) in attributes {
             let Some((index, suffix)) = split(name) else {
-                tracing::warn!(file = what, name = %String::from_utf8_lossy(name), "extended attribute left out");
+                tracing::debug!(file = what, name = %String::from_utf8_lossy(name), "extended attribute left out");
                 continue;
             };
             let (Ok(name_len), Ok(value_len)) =

@@ -191,8 +191,15 @@ impl<R: Read> TarReader<R> {
                 )));
             }
         };
-        // Before there was a type for directories, a trailing slash marked them.
+        // Before there was a type for directories, a trailing slash marked them. Tools disagree on whether such an
+        // entry has data, and so on where the next one starts.
         if kind == EntryKind::File && path.ends_with(b"/") {
+            if pax.size.unwrap_or(size) != 0 {
+                return Err(self.bad(&format!(
+                    "entry {} is a directory with contents",
+                    String::from_utf8_lossy(&path)
+                )));
+            }
             kind = EntryKind::Dir;
         }
         // Only files have data, whatever the size field of others says; GNU's dump directories are the exception.

@@ -141,39 +141,39 @@ impl Client {
     fn get(&self, path: &str, accept: &str) -> Result<Response<Body>> {
         let url = format!("{}/v2/{}/{path}", self.origin, self.reference.repository());
         let token = lock(&self.token).clone();
-        let response = self.follow(path, &url, accept, token.as_deref())?;
-        let response = if response.status() == 401 {
+        let (mut response, from) = self.follow(path, &url, accept, token.as_deref())?;
+        // Where a redirect led is not the registry, and its challenges are not to be answered.
+        if response.status() == 401 && self.is_own(&from) {
             let token = self.fetch_token(path, &response)?;
             *lock(&self.token) = Some(token.clone());
-            self.follow(path, &url, accept, Some(&token))?
-        } else {
-            response
-        };
+            (response, _) = self.follow(path, &url, accept, Some(&token))?;
+        }
         if response.status().is_success() {
             return Ok(response);
         }
         Err(self.refused(path, response))
     }
 
-    /// Follows redirects. The token goes to the registry's own origin only, and https never leads to http.
+    /// Follows redirects to an answer and where it came from. The token goes to the registry's own origin only, and
+    /// https never leads to http.
     fn follow(
         &self,
         path: &str,
         url: &str,
         accept: &str,
         token: Option<&str>,
-    ) -> Result<Response<Body>> {
+    ) -> Result<(Response<Body>, String)> {
         let mut url = url.to_owned();
         for _ in 0..=MAX_REDIRECTS {
             let mut request = self.agent.get(&url).header(header::ACCEPT, accept);
-            if let (Some(token), true) = (token, origin_of(&url) == Some(self.origin.clone())) {
+            if let (Some(token), true) = (token, self.is_own(&url)) {
                 request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
             }
             let response = request
                 .call()
                 .map_err(|e| self.failed(path, describe(&url, &e), None))?;
             if !matches!(response.status().as_u16(), 301 | 302 | 303 | 307 | 308) {
-                return Ok(response);
+                return Ok((response, url));
             }
             let location = response
                 .headers()
@@ -237,6 +237,10 @@ impl Client {
             .ok()
             .and_then(TokenReply::into_token)
             .ok_or_else(|| self.failed(path, format!("token server {realm} gives no token"), None))
+    }
+
+    fn is_own(&self, url: &str) -> bool {
+        origin_of(url).as_deref() == Some(&self.origin)
     }
 
     /// A registry that is itself spoken to in the clear may name such a token server.

@@ -174,6 +174,23 @@ fn only_files_have_data_whatever_the_header_says() {
 }
 
 #[test]
+fn a_file_named_like_a_directory_is_one_only_without_contents() {
+    let named = |flag, data: &[u8]| {
+        Tar::new()
+            .entry(&Entry {
+                data: data.to_vec(),
+                ..Entry::new(flag, "x/")
+            })
+            .file("next", "")
+    };
+    for flag in [b'0', 0] {
+        assert!(apply(&[named(flag, b"")]).unwrap()["x"].is_dir());
+        let error = apply(&[named(flag, b"data")]).unwrap_err().to_string();
+        assert!(error.contains("directory with contents"), "{error}");
+    }
+}
+
+#[test]
 fn contiguous_files_dump_directories_and_volume_labels_are_understood() {
     let layer = Tar::new()
         .entry(&Entry {

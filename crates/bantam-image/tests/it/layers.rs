@@ -561,11 +561,14 @@ fn attributes_larger_than_a_block_survive() {
         .file("f", "contents")
         .pax(&[("SCHILY.xattr.user.big", &value[..4000])])
         .symlink("s", "target")
+        .pax(&[("linkpath", &[b't'; 4095])])
+        .symlink("longest", "")
         .file("g", "x");
     let files = apply(&[layer]).unwrap();
     assert_eq!(files["f"].xattrs["user.big"], value);
     assert_eq!(files["f"].text(), "contents");
     assert_eq!(files["s"].text(), "target");
+    assert_eq!(files["longest"].data, [b't'; 4095]);
     assert_eq!(files["g"].text(), "x");
 }
 

@@ -308,6 +308,31 @@ fn a_redirect_to_another_host_carries_no_token() {
 }
 
 #[test]
+fn a_challenge_from_where_a_redirect_led_is_not_answered() {
+    let image = served();
+    let cdn = Server::start(|request, own| match request.path.as_str() {
+        "/token" => Reply::ok("application/json", br#"{"token":"x"}"#),
+        _ => Reply::status(401).header(
+            "WWW-Authenticate",
+            format!(r#"Bearer realm="http://{own}/token""#),
+        ),
+    });
+    let cdn_address = cdn.address.clone();
+    let server = Server::start(move |request, _| match request.path.contains("blobs") {
+        true => Reply::status(307).header("Location", format!("http://{cdn_address}/blob")),
+        false => image.reply(request),
+    });
+    assert!(matches!(
+        server.pull("lib/app:1"),
+        Err(Error::Registry {
+            status: Some(401),
+            ..
+        })
+    ));
+    assert!(cdn.seen("/token").is_empty());
+}
+
+#[test]
 fn relative_redirects_are_followed_and_endless_ones_are_not() {
     let image = served();
     let server = Server::start(move |request, _| {

@@ -37,6 +37,14 @@ fn child() {
         Ok(image) => println!("resolved {} {}", image.digest, image.rootfs.display()),
         Err(error) => println!("failed {error}"),
     }
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    println!(
+        "peak {}",
+        status
+            .lines()
+            .find(|l| l.starts_with("VmHWM"))
+            .unwrap_or("unknown")
+    );
 }
 
 fn command(store: &Path, source: &str) -> Command {
@@ -433,4 +441,32 @@ fn an_archive_in_a_named_pipe_is_read() {
         .unwrap();
     writer.join().unwrap();
     assert_eq!(read_erofs(&image.rootfs)["a"].size, 300_000);
+}
+
+#[test]
+fn memory_does_not_grow_with_contents() {
+    let mut layout = Layout::new();
+    // Not zeros, which would be skipped; not in one entry, and compressed.
+    let tar = (0..8_u8).fold(Tar::new(), |tar, i| {
+        tar.file(format!("f{i}"), vec![i + 1; 16 << 20])
+    });
+    let plain = tar.finish();
+    let id = crate::common::digest(&plain);
+    let manifest = layout.manifest(
+        &[(crate::common::gzip(&plain), id.clone())],
+        &Layout::config(&[id]),
+    );
+    layout.add(manifest);
+    let dir = tempfile::tempdir().unwrap();
+    let mut child = command(dir.path(), &format!("oci:{}", layout.path().display()))
+        .spawn()
+        .unwrap();
+    let peak = line(&mut child, "peak");
+    child.wait().unwrap();
+    let digits: String = peak.chars().filter(char::is_ascii_digit).collect();
+    let Ok(kib) = digits.parse::<u64>() else {
+        return crate::common::skipped("no /proc here");
+    };
+    assert!(dir.path().join("images/v1").exists());
+    assert!(kib < 32 * 1024, "{kib} KiB for 128 MiB of contents");
 }
