@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::Path;
 
+use super::tsc;
 use crate::VmConfig;
 use crate::cmdline;
 use crate::devices::DeviceKind;
@@ -40,7 +41,8 @@ pub(super) fn build(
         push(&["-chardev", &format!("socket,id=c{index},fd={fd}")]);
         push(&["-device", &format!("{},chardev=c{index}", front_end(*kind))]);
     }
-    let line = cmdline::build(config, &[], &["console=ttyS0"]);
+    let tsc = format!("tsc_early_khz={}", tsc::khz());
+    let line = cmdline::build(config, &[], &["console=ttyS0", &tsc]);
     push(&["-append", &line]);
     args.push("-kernel".into());
     args.push(kernel.into());
@@ -86,9 +88,10 @@ mod tests {
         assert!(line.contains("socket,id=c1,fd=9 -device vhost-user-vsock-device,chardev=c1"));
         assert!(line.contains("-smp 2"));
         assert!(!line.contains("path="), "{line}");
+        assert!(line.contains("console=ttyS0 tsc_early_khz="), "{line}");
         assert!(
-            line.contains("console=ttyS0 loglevel=7"),
-            "extra words come last"
+            line.contains(" loglevel=7 -kernel"),
+            "extra words come last: {line}"
         );
     }
 }

@@ -7,6 +7,7 @@
 
 mod args;
 mod process;
+mod tsc;
 
 use std::env;
 use std::fs::File;
@@ -57,10 +58,7 @@ fn is_executable(path: &Path) -> bool {
 }
 
 /// Starts a machine in a QEMU process.
-pub(crate) fn start(
-    config: &VmConfig,
-    context: StartContext,
-) -> Result<Running, VmmError> {
+pub(crate) fn start(config: &VmConfig, context: StartContext) -> Result<Running, VmmError> {
     let qemu = find_qemu().map_err(|reason| VmmError::EngineUnavailable {
         engine: "emulated",
         reason,

@@ -29,10 +29,7 @@ use crate::{Phase, Timeline, VmConfig, VmmError, cmdline};
 use bus::Bus;
 
 /// Starts a machine on the host's hypervisor.
-pub(crate) fn start(
-    config: &VmConfig,
-    context: StartContext,
-) -> Result<Running, VmmError> {
+pub(crate) fn start(config: &VmConfig, context: StartContext) -> Result<Running, VmmError> {
     start_on(bantam_hypervisor::open()?.as_ref(), config, context)
 }
 
