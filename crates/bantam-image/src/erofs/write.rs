@@ -306,8 +306,7 @@ impl<'a> Plan<'a> {
             match &inode.kind {
                 Kind::File(extent) => {
                     let tail = &mut tail[..extent.tail_len()];
-                    spool
-                        .read_exact_at(tail, extent.tail.unwrap_or(0))
+                    read_tail(spool, extent.tail.unwrap_or(0), tail)
                         .map_err(Error::io("cannot read back file contents"))?;
                     out.write(tail)?;
                 }
@@ -335,6 +334,23 @@ impl<'a> Plan<'a> {
         }
         Ok(count)
     }
+}
+
+/// Reads from the spool. It ends early where the last tails are holes.
+fn read_tail(spool: &File, mut at: u64, mut tail: &mut [u8]) -> io::Result<()> {
+    while !tail.is_empty() {
+        match spool.read_at(tail, at)? {
+            0 => {
+                tail.fill(0);
+                return Ok(());
+            }
+            n => {
+                at += n as u64;
+                tail = &mut tail[n..];
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Splits sorted names into runs that fill at most one directory block each.

@@ -233,10 +233,8 @@ impl<R: Read> TarReader<R> {
                 Some(value) => Some(value),
                 None => field(raw).and_then(|n| u64::try_from(n).ok()),
             };
-            // The highest number means "no owner" to the kernel.
             value
                 .and_then(|n| u32::try_from(n).ok())
-                .filter(|n| *n != u32::MAX)
                 .ok_or_else(|| bad("its owner is out of range"))
         };
         let (mtime, mtime_ns) = match pax.mtime {

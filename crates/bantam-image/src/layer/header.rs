@@ -64,20 +64,29 @@ pub(super) fn text(field: &[u8]) -> &[u8] {
 /// The name, with the prefix of POSIX headers.
 pub(super) fn path(header: &Header) -> Vec<u8> {
     let name = text(&header.as_old().name);
-    let Some(ustar) = header.as_ustar() else {
-        return name.to_vec();
+    let prefix = match (header.as_ustar(), header.as_gnu()) {
+        // xstar keeps times in the last 24 bytes of the prefix and marks that at the end of the header.
+        (Some(ustar), _) if header.as_bytes()[508..] == *b"tar\0" => text(&ustar.prefix[..131]),
+        (Some(ustar), _) => text(&ustar.prefix),
+        (None, Some(gnu)) => misplaced_prefix(header, gnu),
+        (None, None) => &[],
     };
-    // xstar keeps times in the last 24 bytes of the prefix and marks that at the end of the header.
-    let is_xstar = header.as_bytes()[508..] == *b"tar\0";
-    let prefix = text(if is_xstar {
-        &ustar.prefix[..131]
-    } else {
-        &ustar.prefix
-    });
     if prefix.is_empty() {
         return name.to_vec();
     }
     [prefix, b"/", name].concat()
+}
+
+/// GNU headers keep times where POSIX has the prefix. Go before 1.8, and so older Docker, wrote a prefix there all
+/// the same, which shows in that the times are no numbers.
+fn misplaced_prefix<'a>(header: &'a Header, gnu: &GnuHeader) -> &'a [u8] {
+    let is_text = |field: &[u8]| field.first() != Some(&0) && number(field).is_none();
+    let prefix = text(&header.as_bytes()[345..500]);
+    if prefix.is_ascii() && (is_text(&gnu.atime) || is_text(&gnu.ctime)) {
+        prefix
+    } else {
+        &[]
+    }
 }
 
 /// Device numbers of POSIX and GNU headers.
