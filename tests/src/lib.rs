@@ -92,15 +92,24 @@ impl Setup {
     }
 
     /// As [`Setup::run`], with `input` on standard input.
-    ///
-    /// # Panics
-    /// If the program cannot be started.
     pub fn run_with_input<S: AsRef<OsStr>>(
         &self,
         input: &[u8],
         args: impl IntoIterator<Item = S>,
     ) -> Run {
-        let mut running = self.start(self.run_args(args), Stdio::piped());
+        self.bantam_with_input(input, self.run_args(args))
+    }
+
+    /// As [`Setup::bantam`], with `input` on standard input.
+    ///
+    /// # Panics
+    /// If the program cannot be started.
+    pub fn bantam_with_input<S: AsRef<OsStr>>(
+        &self,
+        input: &[u8],
+        args: impl IntoIterator<Item = S>,
+    ) -> Run {
+        let mut running = self.start(args, Stdio::piped());
         let stdin = running.child.stdin.take();
         thread::scope(|scope| {
             scope.spawn(move || {

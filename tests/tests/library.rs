@@ -160,6 +160,7 @@ fn threads_and_descriptors_are_given_back() {
         let status = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "threads_and_descriptors_are_given_back"])
             .env("BANTAM_E2E_ALONE", "1")
+            .stdout(std::process::Stdio::null())
             .status()
             .unwrap();
         assert!(status.success());

@@ -166,6 +166,31 @@ e2e! {
         assert_ne!(run.code, 0);
     }
 
+    fn an_image_on_standard_input_boots(setup) {
+        let image = fs::read(&setup.image).unwrap();
+        let args = ["run", "--engine", &setup.engine, "-I", "-", "--", "cat", "/etc/hostname"];
+        let run = setup.bantam_with_input(&image, args);
+        assert_eq!((run.code, run.text().as_str()), (0, "bantam\n"), "{}", run.stderr);
+    }
+
+    fn a_root_directory_boots(setup) {
+        let tree = setup.run(["--", "tar", "-c", "-C", "/", "bin", "etc"]);
+        assert_eq!(tree.code, 0, "{}", tree.stderr);
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("root");
+        fs::create_dir(&root).unwrap();
+        let archive = dir.path().join("root.tar");
+        fs::write(&archive, &tree.stdout).unwrap();
+        let tar = std::process::Command::new("tar")
+            .arg("-xf").arg(&archive).arg("-C").arg(&root).status().unwrap();
+        assert!(tar.success());
+        fs::write(root.join("marker"), "from a directory\n").unwrap();
+        let root = root.to_str().unwrap();
+        let args = ["run", "--engine", &setup.engine, "-I", root, "--", "cat", "/marker"];
+        let run = setup.bantam(args);
+        assert_eq!(run.text(), "from a directory\n", "{}", run.stderr);
+    }
+
     fn json_is_one_object_with_everything(setup) {
         let run = setup.run(["--json", "--", "bash", "-c", "echo out; echo err >&2; exit 3"]);
         assert_eq!(run.code, 3);
