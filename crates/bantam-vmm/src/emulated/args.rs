@@ -13,9 +13,11 @@ use crate::devices::DeviceKind;
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
 
 /// `microvm` needs no firmware for an ELF kernel with a PVH note, and has neither PCI nor ACPI.
-const MACHINE: &str = "microvm,x-option-roms=off,rtc=off,isa-serial=on,acpi=off,memory-backend=ram";
+/// The RTC is there because a kernel that finds none waits for it for a second.
+const MACHINE: &str = "microvm,x-option-roms=off,rtc=on,isa-serial=on,acpi=off,memory-backend=ram";
 
-/// Arguments for `config` with `kernel` in the place of its kernel, and with one vhost-user socket per device, in guest order.
+/// Arguments for `config` with `kernel` in the place of its kernel, and with one vhost-user socket
+/// per device, in guest order.
 pub(super) fn build(
     config: &VmConfig,
     kernel: &Path,
