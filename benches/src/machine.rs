@@ -1,0 +1,208 @@
+//! Measurements of a machine through the library.
+
+use std::io::{self, Write};
+use std::time::Instant;
+
+use bantam::{EngineChoice, Machine, Phase};
+
+use crate::exits::ExitLog;
+use crate::memory::{self, Usage};
+use crate::program::{Bench, MEMORY_MIB};
+use crate::report::{Measurement, Report, milliseconds};
+use crate::{Error, Progress};
+
+/// How often the short command is run in one machine.
+const ROUND_TRIPS: usize = 200;
+/// What is streamed, natively in the rig less: its CPU is emulated.
+const STREAM_MIB: u64 = 256;
+const STREAM_MIB_RIG: u64 = 64;
+/// Memory is looked at once for so many bytes of output.
+const SAMPLE_BYTES: u64 = 8 << 20;
+
+fn start(bench: &Bench) -> Result<Machine, Error> {
+    Ok(Machine::builder()
+        .image_source(bench.image_source()?)
+        .memory_mib(MEMORY_MIB)
+        .engine(EngineChoice::Only(bench.engine))
+        .start()?)
+}
+
+fn run_true(machine: &Machine) -> Result<(), Error> {
+    let status = machine.exec(["true"]).output()?.status;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(Error::Other(format!("`true` in the machine: {status:?}")))
+    }
+}
+
+/// `true` in a warm machine, from the call to its exit status; and the time of `start` itself.
+pub(crate) fn exec(
+    bench: &Bench,
+    report: &mut Report,
+    progress: Progress,
+) -> Result<(), Error> {
+    progress.say("exec round trip");
+    let machine = start(bench)?;
+    let hello = machine.timeline().get(Phase::AgentHello);
+    run_true(&machine)?;
+    let mut times = Vec::new();
+    for _ in 0..ROUND_TRIPS {
+        let start = Instant::now();
+        run_true(&machine)?;
+        times.push(milliseconds(start.elapsed()));
+    }
+    let engine = bench.engine.name();
+    report
+        .results
+        .extend(Measurement::new("exec `true` round trip", engine, "ms", times));
+    let hello = hello.map(milliseconds).into_iter().collect();
+    report
+        .results
+        .extend(Measurement::new("start call to agent hello", engine, "ms", hello));
+    Ok(())
+}
+
+/// What the host spends on an idle machine beside the guest's memory.
+pub(crate) fn resident(
+    bench: &Bench,
+    runs: usize,
+    report: &mut Report,
+    progress: Progress,
+) -> Result<(), Error> {
+    let (mut ours, mut engine_process) = (Vec::new(), Vec::new());
+    let mut guest = Vec::new();
+    for run in 1..=runs {
+        progress.say(&format!("memory: {run}/{runs}"));
+        let machine = start(bench)?;
+        run_true(&machine)?;
+        let own = Usage::of(std::process::id(), MEMORY_MIB)?;
+        ours.push(own.beside_guest_mib());
+        let mut guest_mib = own.guest_mib();
+        for child in memory::children()? {
+            let usage = Usage::of(child, MEMORY_MIB)?;
+            engine_process.push(usage.beside_guest_mib());
+            guest_mib = guest_mib.max(usage.guest_mib());
+        }
+        guest.push(guest_mib);
+        machine.kill();
+    }
+    let engine = bench.engine.name();
+    for (name, values) in [
+        ("resident: this process, without guest memory", ours),
+        ("resident: QEMU, without guest memory", engine_process),
+        ("resident: guest memory touched", guest),
+    ] {
+        let result = Measurement::new(name, engine, "MiB", values);
+        report.results.extend(result);
+    }
+    Ok(())
+}
+
+/// VM exits that reached this process: a boot, one `true`, then killed.
+pub(crate) fn exits(
+    bench: &Bench,
+    runs: usize,
+    log: &ExitLog,
+    report: &mut Report,
+    progress: Progress,
+) -> Result<(), Error> {
+    let mut kinds: Vec<(String, Vec<f64>)> = Vec::new();
+    for run in 1..=runs {
+        progress.say(&format!("VM exits: {run}/{runs}"));
+        log.take();
+        let machine = start(bench)?;
+        run_true(&machine)?;
+        machine.kill();
+        let counts = log.take();
+        if counts.is_empty() {
+            return Err(Error::Other("the vCPU's end was not logged".to_owned()));
+        }
+        let total = counts.values().sum::<u64>();
+        let counts = counts.into_iter().chain([("total".to_owned(), total)]);
+        for (kind, exits) in counts {
+            match kinds.iter_mut().find(|(name, _)| *name == kind) {
+                Some((_, values)) => values.push(exits as f64),
+                None => kinds.push((kind, vec![exits as f64])),
+            }
+        }
+    }
+    for (kind, values) in kinds {
+        report.results.extend(Measurement::new(
+            format!("VM exits: {kind}"),
+            bench.engine.name(),
+            "exits",
+            values,
+        ));
+    }
+    Ok(())
+}
+
+/// A command's output as a stream, and what this process's own memory grows by meanwhile.
+pub(crate) fn stream(
+    bench: &Bench,
+    report: &mut Report,
+    progress: Progress,
+) -> Result<(), Error> {
+    let mib = match std::env::var_os("RIG") {
+        Some(_) => STREAM_MIB_RIG,
+        None => STREAM_MIB,
+    };
+    progress.say(&format!("stream of {mib} MiB"));
+    let machine = start(bench)?;
+    run_true(&machine)?;
+    let mut sink = Sink {
+        sampled: 0,
+        bytes: 0,
+        before_kib: memory::anonymous_kib()?,
+        most_kib: 0,
+    };
+    let size = format!("{mib}M");
+    let start = Instant::now();
+    let finished = machine
+        .exec(["head", "-c", &size, "/dev/zero"])
+        .pipe(&mut sink, &mut io::sink())?;
+    let seconds = start.elapsed().as_secs_f64();
+    if finished.stdout_bytes != mib << 20 {
+        return Err(Error::Other(format!(
+            "{} bytes came of {mib} MiB",
+            finished.stdout_bytes
+        )));
+    }
+    let engine = bench.engine.name();
+    let rate = finished.stdout_bytes as f64 / 1e6 / seconds;
+    let growth = sink.most_kib.saturating_sub(sink.before_kib);
+    report
+        .results
+        .extend(Measurement::new("stream from a command", engine, "MB/s", vec![rate]));
+    report.results.extend(Measurement::new(
+        "memory growth while streaming",
+        engine,
+        "KiB",
+        vec![growth as f64],
+    ));
+    Ok(())
+}
+
+struct Sink {
+    bytes: u64,
+    sampled: u64,
+    before_kib: u64,
+    most_kib: u64,
+}
+
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.bytes += bytes.len() as u64;
+        if self.bytes - self.sampled >= SAMPLE_BYTES {
+            self.sampled = self.bytes;
+            let now = memory::anonymous_kib().map_err(io::Error::other)?;
+            self.most_kib = self.most_kib.max(now);
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

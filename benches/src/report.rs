@@ -1,0 +1,113 @@
+//! What a measurement gives, as JSON. `docs/performance.md` describes the format.
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// From how many values on a 95th percentile says anything.
+const P95_FROM: usize = 20;
+
+/// All results of one run of the program.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct Report {
+    pub(crate) results: Vec<Measurement>,
+    pub(crate) profiles: Vec<Profile>,
+    /// Measurements that this host cannot make, and why.
+    pub(crate) skipped: Vec<Skipped>,
+}
+
+/// One number, measured `n` times.
+#[derive(Debug, Serialize)]
+pub(crate) struct Measurement {
+    pub(crate) name: String,
+    pub(crate) engine: &'static str,
+    pub(crate) unit: &'static str,
+    n: usize,
+    min: f64,
+    median: f64,
+    p95: Option<f64>,
+    max: f64,
+    /// In the order of measuring.
+    values: Vec<f64>,
+}
+
+/// Where the instructions of one boot went.
+#[derive(Debug, Serialize)]
+pub(crate) struct Profile {
+    pub(crate) name: String,
+    pub(crate) total: u64,
+    /// Instructions until each mark was first reached.
+    pub(crate) marks: Vec<Count>,
+    /// The kernel functions with most instructions, themselves only; `[user]` is the agent.
+    pub(crate) symbols: Vec<Count>,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Count {
+    pub(crate) name: String,
+    pub(crate) instructions: u64,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Skipped {
+    pub(crate) name: &'static str,
+    pub(crate) reason: String,
+}
+
+impl Measurement {
+    /// Sums up `values`; `None` if there are none.
+    pub(crate) fn new(
+        name: impl Into<String>,
+        engine: &'static str,
+        unit: &'static str,
+        values: Vec<f64>,
+    ) -> Option<Self> {
+        let mut sorted = values.clone();
+        sorted.sort_by(f64::total_cmp);
+        let n = sorted.len();
+        Some(Self {
+            name: name.into(),
+            engine,
+            unit,
+            n,
+            min: *sorted.first()?,
+            median: rank(&sorted, 50)?,
+            p95: (n >= P95_FROM).then(|| rank(&sorted, 95)).flatten(),
+            max: *sorted.last()?,
+            values,
+        })
+    }
+}
+
+/// The nearest-rank percentile of sorted values.
+fn rank(sorted: &[f64], percent: usize) -> Option<f64> {
+    let index = (sorted.len() * percent).div_ceil(100).checked_sub(1)?;
+    sorted.get(index).copied()
+}
+
+pub(crate) fn milliseconds(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_a_value_that_was_measured() {
+        let m = Measurement::new("m", "e", "ms", vec![9.0, 1.0, 3.0, 2.0]).unwrap();
+        assert_eq!((m.min, m.median, m.max, m.p95), (1.0, 2.0, 9.0, None));
+    }
+
+    #[test]
+    fn a_percentile_needs_twenty_values() {
+        let values: Vec<f64> = (1..=20).map(f64::from).collect();
+        let m = Measurement::new("m", "e", "ms", values).unwrap();
+        assert_eq!(m.p95, Some(19.0));
+    }
+
+    #[test]
+    fn no_values_are_no_measurement() {
+        assert!(Measurement::new("m", "e", "ms", Vec::new()).is_none());
+    }
+}
