@@ -107,7 +107,6 @@ pub(crate) struct RunArgs {
     /// The command; without one, the image's own
     #[arg(
         trailing_var_arg = true,
-        allow_hyphen_values = true,
         value_name = "CMD"
     )]
     pub(crate) command: Vec<OsString>,
@@ -248,5 +247,15 @@ mod tests {
         };
         assert_eq!(args.command, ["ls", "-la", "--json"]);
         assert!(!args.json);
+    }
+
+    #[test]
+    fn an_unknown_option_before_the_command_is_no_command() {
+        for words in [&["--no-such"][..], &["--no-such", "--", "ls"], &["-Z", "ls"]] {
+            let all = ["bantam", "run", "-I", "x"].iter().chain(words);
+            assert!(Cli::try_parse_from(all).is_err(), "{words:?}");
+        }
+        let all = ["bantam", "run", "-I", "x", "--", "--odd-name"];
+        assert!(Cli::try_parse_from(all).is_ok());
     }
 }
