@@ -531,6 +531,19 @@ fn other_hosts_are_never_spoken_to_in_the_clear_unasked() {
 }
 
 #[test]
+fn a_blob_labelled_with_a_content_encoding_is_stored_as_it_is() {
+    let image = served();
+    let server = Server::start(move |request, _| {
+        let reply = image.reply(request);
+        match request.path.contains("blobs") && reply.body.starts_with(&[0x1f, 0x8b]) {
+            true => reply.header("Content-Encoding", "gzip"),
+            false => reply,
+        }
+    });
+    assert_eq!(which(&server.pull("lib/app:1").unwrap().0), "pulled");
+}
+
+#[test]
 fn a_layer_listed_twice_is_fetched_once() {
     let mut image = served();
     let (kind, manifest) = image.objects["manifests/1"].clone();
