@@ -97,7 +97,7 @@ impl RequestHandler for Output {
 }
 
 /// The newest bytes of a console, up to a capacity; clones share them.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct ConsoleRing {
     bytes: Arc<Mutex<VecDeque<u8>>>,
     capacity: usize,

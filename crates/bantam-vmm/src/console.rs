@@ -1,13 +1,19 @@
 //! The guest's console: a bounded tail in memory, shown when a machine does not boot.
 
-use std::collections::VecDeque;
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex, PoisonError};
+
+use bantam_virtio::ConsoleRing;
 
 /// The last bytes a guest wrote to its console. Older bytes are dropped, so that a guest that
 /// writes without end costs the host nothing.
-#[derive(Debug, Clone, Default)]
-pub struct ConsoleLog(Arc<Mutex<VecDeque<u8>>>);
+#[derive(Debug, Clone)]
+pub struct ConsoleLog(ConsoleRing);
+
+impl Default for ConsoleLog {
+    fn default() -> Self {
+        Self(ConsoleRing::new(Self::CAPACITY))
+    }
+}
 
 impl ConsoleLog {
     /// How many bytes are kept.
@@ -22,9 +28,7 @@ impl ConsoleLog {
     /// What is kept, oldest byte first, with invalid UTF-8 replaced.
     #[must_use]
     pub fn text(&self) -> String {
-        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (front, back) = kept.as_slices();
-        String::from_utf8_lossy(&[front, back].concat()).into_owned()
+        String::from_utf8_lossy(&self.0.tail()).into_owned()
     }
 
     /// The last `lines` lines that are not blank.
@@ -46,12 +50,7 @@ impl ConsoleLog {
 
 impl Write for ConsoleLog {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let tail = &bytes[bytes.len().saturating_sub(Self::CAPACITY)..];
-        let excess = (kept.len() + tail.len()).saturating_sub(Self::CAPACITY);
-        kept.drain(..excess);
-        kept.extend(tail);
-        Ok(bytes.len())
+        self.0.write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
