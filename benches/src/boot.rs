@@ -23,9 +23,10 @@ pub(crate) fn instructions(
     progress: Progress,
 ) -> Result<(), Error> {
     let name = format!("boot instructions, {vcpus} vCPU");
-    let map = bench.system_map.as_ref().ok_or_else(|| {
-        Error::Other("no kernel symbols were given (--system-map)".to_owned())
-    })?;
+    let map = bench
+        .system_map
+        .as_ref()
+        .ok_or_else(|| Error::Other("no kernel symbols were given (--system-map)".to_owned()))?;
     let symbols = Symbols::read(map)?;
     let temp = tempfile::tempdir().map_err(Error::file("creating", &std::env::temp_dir()))?;
     let plugin = build_plugin(temp.path())?;
@@ -41,9 +42,12 @@ pub(crate) fn instructions(
         profiles.push(symbols.profile(&counts, &name, vcpus, TOP)?);
     }
     let totals = profiles.iter().map(|p| p.total as f64).collect();
-    report
-        .results
-        .extend(Measurement::new(name, bench.engine.name(), "instructions", totals));
+    report.results.extend(Measurement::new(
+        name,
+        bench.engine.name(),
+        "instructions",
+        totals,
+    ));
     // The profile of the median run, as one example that really happened.
     profiles.sort_by_key(|profile| profile.total);
     report

@@ -41,9 +41,8 @@ impl Symbols {
     /// Reads a `System.map`.
     pub(crate) fn read(path: &Path) -> Result<Self, Error> {
         let text = fs::read_to_string(path).map_err(Error::file("reading", path))?;
-        Self::parse(&text).ok_or_else(|| {
-            Error::Other(format!("{} lacks {USER_FROM} or {HELLO}", path.display()))
-        })
+        Self::parse(&text)
+            .ok_or_else(|| Error::Other(format!("{} lacks {USER_FROM} or {HELLO}", path.display())))
     }
 
     fn parse(text: &str) -> Option<Self> {
@@ -62,7 +61,10 @@ impl Symbols {
     }
 
     fn addr(&self, name: &str) -> Option<u64> {
-        self.0.iter().find(|(_, n)| n == name).map(|(addr, _)| *addr)
+        self.0
+            .iter()
+            .find(|(_, n)| n == name)
+            .map(|(addr, _)| *addr)
     }
 
     /// Writes an empty file of counters.

@@ -37,11 +37,7 @@ fn run_true(machine: &Machine) -> Result<(), Error> {
 }
 
 /// `true` in a warm machine, from the call to its exit status; and the time of `start` itself.
-pub(crate) fn exec(
-    bench: &Bench,
-    report: &mut Report,
-    progress: Progress,
-) -> Result<(), Error> {
+pub(crate) fn exec(bench: &Bench, report: &mut Report, progress: Progress) -> Result<(), Error> {
     progress.say("exec round trip");
     let machine = start(bench)?;
     let hello = machine.timeline().get(Phase::AgentHello);
@@ -53,13 +49,19 @@ pub(crate) fn exec(
         times.push(milliseconds(start.elapsed()));
     }
     let engine = bench.engine.name();
-    report
-        .results
-        .extend(Measurement::new("exec `true` round trip", engine, "ms", times));
+    report.results.extend(Measurement::new(
+        "exec `true` round trip",
+        engine,
+        "ms",
+        times,
+    ));
     let hello = hello.map(milliseconds).into_iter().collect();
-    report
-        .results
-        .extend(Measurement::new("start call to agent hello", engine, "ms", hello));
+    report.results.extend(Measurement::new(
+        "start call to agent hello",
+        engine,
+        "ms",
+        hello,
+    ));
     Ok(())
 }
 
@@ -139,11 +141,7 @@ pub(crate) fn exits(
 }
 
 /// A command's output as a stream, and what this process's own memory grows by meanwhile.
-pub(crate) fn stream(
-    bench: &Bench,
-    report: &mut Report,
-    progress: Progress,
-) -> Result<(), Error> {
+pub(crate) fn stream(bench: &Bench, report: &mut Report, progress: Progress) -> Result<(), Error> {
     let mib = match std::env::var_os("RIG") {
         Some(_) => STREAM_MIB_RIG,
         None => STREAM_MIB,
@@ -172,9 +170,12 @@ pub(crate) fn stream(
     let engine = bench.engine.name();
     let rate = finished.stdout_bytes as f64 / 1e6 / seconds;
     let growth = sink.most_kib.saturating_sub(sink.before_kib);
-    report
-        .results
-        .extend(Measurement::new("stream from a command", engine, "MB/s", vec![rate]));
+    report.results.extend(Measurement::new(
+        "stream from a command",
+        engine,
+        "MB/s",
+        vec![rate],
+    ));
     report.results.extend(Measurement::new(
         "memory growth while streaming",
         engine,

@@ -179,7 +179,10 @@ fn measure(args: Args, engine: EngineKind) -> Report {
         "memory",
         Box::new(move |r| machine::resident(bench, counted, r, progress)),
     ));
-    all.push(("stream", Box::new(move |r| machine::stream(bench, r, progress))));
+    all.push((
+        "stream",
+        Box::new(move |r| machine::stream(bench, r, progress)),
+    ));
 
     let mut report = Report::default();
     for (name, measure) in all {

@@ -32,7 +32,10 @@ impl Usage {
                 } else {
                     usage.beside += resident;
                 }
-            } else if line.split_once(' ').is_some_and(|(range, _)| range.contains('-')) {
+            } else if line
+                .split_once(' ')
+                .is_some_and(|(range, _)| range.contains('-'))
+            {
                 is_guest = line.contains("/memfd:memory-backend");
             }
         }
@@ -94,7 +97,13 @@ Size:             262144 kB\nRss:                2048 kB\n\
 5500000000-5500001000 r-xp 00000000 08:01 7 /usr/bin/x-y\n\
 Size:                 64 kB\nRss:                  32 kB\nVmFlags: rd ex\n";
         let usage = Usage::parse(smaps, 256 << 10);
-        assert_eq!(usage, Usage { guest: 6144, beside: 32 });
+        assert_eq!(
+            usage,
+            Usage {
+                guest: 6144,
+                beside: 32
+            }
+        );
     }
 
     #[test]

@@ -106,8 +106,7 @@ pub(crate) fn system_calls(
             .arg(plain.get_program())
             .args(plain.get_args());
         succeed(&mut strace)?;
-        let text =
-            std::fs::read_to_string(&summary).map_err(Error::file("reading", &summary))?;
+        let text = std::fs::read_to_string(&summary).map_err(Error::file("reading", &summary))?;
         let total = total_calls(&text)
             .ok_or_else(|| Error::Other(format!("strace's summary has no total:\n{text}")))?;
         totals.push(total);
@@ -158,8 +157,14 @@ mod tests {
     #[test]
     fn the_total_of_a_strace_summary_is_found_with_and_without_errors() {
         for (line, calls) in [
-            ("100.00    0.035271          14      2482        94 total", 2482.0),
-            ("100.00    0.001000          10       100           total", 100.0),
+            (
+                "100.00    0.035271          14      2482        94 total",
+                2482.0,
+            ),
+            (
+                "100.00    0.001000          10       100           total",
+                100.0,
+            ),
         ] {
             let summary = format!("% time seconds usecs/call calls errors syscall\n{line}\n");
             assert_eq!(total_calls(&summary), Some(calls));

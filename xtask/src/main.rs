@@ -1,5 +1,6 @@
 //! Developer commands. `cargo xtask --help` lists them.
 
+mod bench;
 mod cpio;
 mod demo;
 mod error;
@@ -71,6 +72,8 @@ enum Task {
     /// at their own paths, read-only. Its stdout, stderr and exit code are this
     /// command's.
     Rig(rig::RigArgs),
+    /// Measure machines: boots, commands, memory; one table, and JSON
+    Bench(bench::BenchArgs),
     /// Build and install the program and its guest for this user
     Install {
         /// Where to: PREFIX/bin and PREFIX/share (default: ~/.local)
@@ -100,6 +103,7 @@ fn run(task: Task) -> Result<ExitCode> {
             let built = kernel::GUEST.build(options, &Progress::new())?;
             say(&format!("{}", built.vmlinux.display()));
         }
+        Task::Bench(args) => bench::run(&args)?,
         Task::Guest => {
             let dir = guest::build(kernel::Options::default(), &Progress::new())?;
             say(&format!("guest artefacts in {}", dir.display()));
