@@ -3,6 +3,16 @@
 //! [`Store::resolve`] takes what a user names ([`ImageSource`]) to an [`Image`]: a read-only EROFS file to boot from
 //! and the image's configuration. The second time it finds both in the store and does nothing else.
 //!
+//! ```no_run
+//! use bantam_image::{ImageSource, NoProgress, ResolveOptions, Store};
+//!
+//! let store = Store::open("/var/cache/images".as_ref())?;
+//! let source = ImageSource::parse("python:3.12-slim")?;
+//! let image = store.resolve(&source, &ResolveOptions::default(), &NoProgress)?;
+//! println!("{} runs {:?}", image.rootfs.display(), image.config.process(&[], None));
+//! # Ok::<(), bantam_image::Error>(())
+//! ```
+//!
 //! # How a rootfs is made
 //!
 //! Nothing of an image ever touches the host's file system under a name of the image's choosing. Layers are applied,

@@ -7,7 +7,10 @@ use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
-use bantam_image::{Error, Image, ImageSource, NoProgress, PullPolicy, ResolveOptions, Store};
+use bantam_image::{
+    Error, Image, ImageSource, Layer, NoProgress, Progress, PullPolicy, ResolveOptions, Stage,
+    Store,
+};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -541,6 +544,52 @@ fn a_blob_labelled_with_a_content_encoding_is_stored_as_it_is() {
         }
     });
     assert_eq!(which(&server.pull("lib/app:1").unwrap().0), "pulled");
+}
+
+#[derive(Default)]
+struct Recorded(Mutex<HashMap<String, u64>>);
+
+impl Recorded {
+    fn add(&self, what: &str, stage: Stage, bytes: u64) {
+        *self
+            .0
+            .lock()
+            .unwrap()
+            .entry(format!("{what} {stage:?}"))
+            .or_default() += bytes;
+    }
+}
+
+impl Progress for Recorded {
+    fn layer_started(&self, stage: Stage, layer: &Layer) {
+        self.add("announced", stage, layer.size);
+    }
+    fn layer_advanced(&self, stage: Stage, _: &Layer, bytes: u64) {
+        self.add("done", stage, bytes);
+    }
+    fn layer_finished(&self, stage: Stage, _: &Layer) {
+        self.add("finished", stage, 1);
+    }
+}
+
+#[test]
+fn progress_adds_up() {
+    let image = served();
+    let size = image.objects[&image.layer].1.len() as u64;
+    let server = Server::start(move |request, _| image.reply(request));
+    let store = tempfile::tempdir().unwrap();
+    let source = ImageSource::parse(&format!("{}/lib/app:1", server.address)).unwrap();
+    let recorded = Recorded::default();
+    Store::open(store.path())
+        .unwrap()
+        .resolve(&source, &ResolveOptions::default(), &recorded)
+        .unwrap();
+    let recorded = recorded.0.into_inner().unwrap();
+    for stage in ["Download", "Apply"] {
+        assert_eq!(recorded[&format!("announced {stage}")], size);
+        assert_eq!(recorded[&format!("done {stage}")], size);
+        assert_eq!(recorded[&format!("finished {stage}")], 1);
+    }
 }
 
 #[test]
