@@ -155,16 +155,19 @@ pub(crate) fn stream(bench: &Bench, report: &mut Report, progress: Progress) -> 
         before_kib: memory::anonymous_kib()?,
         most_kib: 0,
     };
-    let size = format!("{mib}M");
+    // Not every `head` knows units.
+    let size = (mib << 20).to_string();
+    let mut complaint = Vec::new();
     let start = Instant::now();
     let finished = machine
         .exec(["head", "-c", &size, "/dev/zero"])
-        .pipe(&mut sink, &mut io::sink())?;
+        .pipe(&mut sink, &mut complaint)?;
     let seconds = start.elapsed().as_secs_f64();
     if finished.stdout_bytes != mib << 20 {
         return Err(Error::Other(format!(
-            "{} bytes came of {mib} MiB",
-            finished.stdout_bytes
+            "{} bytes came of {mib} MiB: {}",
+            finished.stdout_bytes,
+            String::from_utf8_lossy(&complaint)
         )));
     }
     let engine = bench.engine.name();
