@@ -244,7 +244,7 @@ fn table(all: &Value) -> String {
     }
     line(String::new());
     line(format!(
-        "{:46} {:14} {:>14} {:>14} {:>14} {:>4}",
+        "{:60} {:14} {:>14} {:>14} {:>14} {:>4}",
         "what", "engine", "median", "p95", "min", "n"
     ));
     for part in array(&all["parts"]) {
@@ -256,7 +256,7 @@ fn table(all: &Value) -> String {
                 _ => format!("{} ({place})", word("engine")),
             };
             line(format!(
-                "{:46} {engine:14} {:>14} {:>14} {:>14} {:>4}",
+                "{:60} {engine:14} {:>14} {:>14} {:>14} {:>4}",
                 format!("{}, {}", word("name"), word("unit")),
                 number(&result["median"]),
                 number(&result["p95"]),
@@ -268,7 +268,7 @@ fn table(all: &Value) -> String {
     let sizes = all["sizes"].as_object();
     for (name, bytes) in sizes.into_iter().flatten() {
         line(format!(
-            "{:46} {:14} {:>14}",
+            "{:60} {:14} {:>14}",
             format!("size: {name}, bytes"),
             "",
             number(bytes)

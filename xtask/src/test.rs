@@ -143,7 +143,7 @@ impl Runner<'_> {
         let name = suite.name();
         self.progress.update(name, "running".to_owned());
         let (results, said) = match suite {
-            Suite::Format => check(host::cargo().args(["fmt", "--all", "--check"])),
+            Suite::Format => check(host::cargo().args(FORMAT)),
             Suite::Lint => check(host::cargo().args(LINT)),
             Suite::Deny => deny(),
             Suite::Unit => self.unit(),
@@ -290,11 +290,10 @@ impl Runner<'_> {
         }
         // Did not compile, or a test program died without a result.
         results.failed = results.failed.max(1);
-        let said = format!(
-            "{}{}",
-            libtest::failures(&text),
-            host::last_lines(&errors, 60)
-        );
+        let said = match libtest::failures(&text) {
+            failures if failures.is_empty() => host::last_lines(&errors, 60),
+            failures => failures,
+        };
         Ok((results, said))
     }
 
@@ -304,6 +303,8 @@ impl Runner<'_> {
         args
     }
 }
+
+const FORMAT: [&str; 6] = ["fmt", "--all", "--check", "--", "--color", "never"];
 
 const LINT: [&str; 7] = [
     "clippy",
