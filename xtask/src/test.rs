@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::guest;
 use crate::host;
 use crate::image::{self, Which};
-use crate::kernel::Options;
+use crate::kernel::{GUEST, Options};
 use crate::libtest::{self, Results};
 use crate::progress::{Progress, clock};
 use crate::rig::{self, RigArgs};
@@ -161,11 +161,15 @@ impl Runner<'_> {
     }
 
     fn unit(&self) -> Result<(Results, String)> {
+        let kernel = GUEST.build(Options::default(), &self.progress)?.vmlinux;
         let mut cargo = host::cargo();
         cargo
             .args(["test", "--workspace", "--no-fail-fast"])
             .args(["--exclude", E2E, "--"])
-            .args(self.test_args());
+            .args(self.test_args())
+            // Some tests read a real kernel, or boot one.
+            .env("BANTAM_TEST_KERNEL", &kernel)
+            .env("BANTAM_TEST_KERNELS", &kernel);
         self.cargo_test(Suite::Unit.name(), &mut cargo)
     }
 
