@@ -41,13 +41,17 @@ pub(crate) fn instructions(
         program::succeed(&mut command)?;
         profiles.push(symbols.profile(&counts, &name, vcpus, TOP)?);
     }
+    let engine = bench.engine.name();
     let totals = profiles.iter().map(|p| p.total as f64).collect();
-    report.results.extend(Measurement::new(
-        name,
-        bench.engine.name(),
-        "instructions",
-        totals,
-    ));
+    let worked = profiles
+        .iter()
+        .map(|p| (p.total - p.waits) as f64)
+        .collect();
+    let without_waits = format!("{name}, without waits");
+    for (name, values) in [(name, totals), (without_waits, worked)] {
+        let result = Measurement::new(name, engine, "instructions", values);
+        report.results.extend(result);
+    }
     // The profile of the median run, as one example that really happened.
     profiles.sort_by_key(|profile| profile.total);
     report

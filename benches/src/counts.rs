@@ -34,6 +34,18 @@ const MARKS: [&str; 9] = [
 const USER_FROM: &str = "run_init_process";
 const HELLO: &str = "vsock_connectible_sendmsg";
 
+/// Functions that wait for a clock or for another CPU by spinning. What they count says how fast
+/// the host was, not what the boot costs.
+const WAITS: [&str; 7] = [
+    "calibrate_delay",
+    "cpuhp_ap_sync_alive",
+    "cpuhp_bp_sync_alive",
+    "delay_tsc",
+    "quick_pit_calibrate",
+    "read_current_timer",
+    "setup_boot_APIC_clock",
+];
+
 /// The kernel's functions by address.
 pub(crate) struct Symbols(Vec<(u64, String)>);
 
@@ -137,12 +149,18 @@ impl Symbols {
             .chain([count("[user]", sum(USER)), count("[low]", sum(LOW))])
             .filter(|symbol| symbol.instructions > 0)
             .collect();
+        let waits = symbols
+            .iter()
+            .filter(|symbol| WAITS.contains(&symbol.name.as_str()))
+            .map(|symbol| symbol.instructions)
+            .sum();
         symbols.sort_by_key(|symbol| std::cmp::Reverse(symbol.instructions));
         symbols.truncate(top);
         let total = sum(ALL);
         (total > 0).then(|| Profile {
             name: name.to_owned(),
             total,
+            waits,
             marks,
             symbols,
         })
@@ -161,6 +179,7 @@ mod tests {
     use super::*;
 
     const MAP: &str = "0000000000001000 A low\n\
+        ffffffff81000300 T delay_tsc\n\
         ffffffff81000200 t vsock_connectible_sendmsg\n\
         ffffffff81000100 T run_init_process\n\
         ffffffff82000000 D data\n";
@@ -169,7 +188,7 @@ mod tests {
     fn only_kernel_functions_are_counted_in_order_of_address() {
         let symbols = Symbols::parse(MAP).unwrap();
         let names: Vec<_> = symbols.0.iter().map(|(_, name)| name.as_str()).collect();
-        assert_eq!(names, [USER_FROM, HELLO]);
+        assert_eq!(names, [USER_FROM, HELLO, "delay_tsc"]);
     }
 
     #[test]
@@ -185,17 +204,18 @@ mod tests {
         let copy = words.len() - 2 * symbols.per_vcpu();
         for vcpu in 0..2 {
             let first = copy + vcpu * symbols.per_vcpu();
-            words[first + ALL] = 10;
+            words[first + ALL] = 12;
             words[first + USER] = 3;
             words[first + FIRST_SYMBOL + 1] = 7;
+            words[first + FIRST_SYMBOL + 2] = 2;
         }
         let profile = symbols.profile_of(&words, "p", 2, 9).unwrap();
-        assert_eq!(profile.total, 20);
+        assert_eq!((profile.total, profile.waits), (24, 4));
         let symbols: Vec<_> = profile
             .symbols
             .iter()
             .map(|s| (s.name.as_str(), s.instructions))
             .collect();
-        assert_eq!(symbols, [(HELLO, 14), ("[user]", 6)]);
+        assert_eq!(symbols, [(HELLO, 14), ("[user]", 6), ("delay_tsc", 4)]);
     }
 }

@@ -36,6 +36,8 @@ pub(crate) struct Measurement {
 pub(crate) struct Profile {
     pub(crate) name: String,
     pub(crate) total: u64,
+    /// Of these, spent in functions that wait for a clock or another CPU.
+    pub(crate) waits: u64,
     /// Instructions until each mark was first reached.
     pub(crate) marks: Vec<Count>,
     /// The kernel functions with most instructions, themselves only; `[user]` is the agent.
