@@ -50,7 +50,6 @@ impl Set {
                 "e2fsprogs",
                 "erofs-utils",
                 "libarchive-tools",
-                "libpython3.11-testsuite",
                 "skopeo",
                 "umoci",
                 "zstd",
