@@ -17,10 +17,14 @@ use std::io::Write;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::Pid;
+
+/// Begins the word by which the processes of one run are known.
+const MARK: &str = "bantam_e2e=";
 
 /// No single run of the program may take longer, even in the nested rig.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -120,13 +124,25 @@ impl Setup {
         })
     }
 
-    fn run_args<S: AsRef<OsStr>>(
+    /// `run -I IMAGE --engine ENGINE ARGS`, with a word in the guest's command line, and so in
+    /// that of QEMU, by which the processes of this run are known.
+    pub fn run_args<S: AsRef<OsStr>>(
         &self,
         args: impl IntoIterator<Item = S>,
     ) -> Vec<std::ffi::OsString> {
-        let mut all: Vec<std::ffi::OsString> = ["run", "--engine", &self.engine, "-I"]
-            .map(Into::into)
-            .to_vec();
+        static RUNS: AtomicU32 = AtomicU32::new(0);
+        let run = RUNS.fetch_add(1, Ordering::Relaxed);
+        let mark = format!("{MARK}{}.{run}.", std::process::id());
+        let mut all: Vec<std::ffi::OsString> = [
+            "run",
+            "--engine",
+            &self.engine,
+            "--kernel-args",
+            &mark,
+            "-I",
+        ]
+        .map(Into::into)
+        .to_vec();
         all.push(self.image.clone().into());
         all.extend(args.into_iter().map(|arg| arg.as_ref().to_owned()));
         all
@@ -141,6 +157,15 @@ impl Setup {
         args: impl IntoIterator<Item = S>,
         stdin: Stdio,
     ) -> Running {
+        let args: Vec<_> = args
+            .into_iter()
+            .map(|arg| arg.as_ref().to_owned())
+            .collect();
+        let mark = args
+            .iter()
+            .filter_map(|arg| arg.to_str())
+            .find(|arg| arg.starts_with(MARK))
+            .map(str::to_owned);
         let child = Command::new(&self.program)
             .args(args)
             .stdin(stdin)
@@ -151,6 +176,7 @@ impl Setup {
             .unwrap_or_else(|error| panic!("cannot start {}: {error}", self.program.display()));
         Running {
             group: Pid::from_child(&child),
+            mark,
             started: Instant::now(),
             child,
         }
@@ -163,10 +189,20 @@ pub struct Running {
     /// The process.
     pub child: Child,
     group: Pid,
+    mark: Option<String>,
     started: Instant,
 }
 
 impl Running {
+    /// Interrupts it as a terminal's Ctrl-C does: the whole foreground group.
+    ///
+    /// # Panics
+    /// If it has ended.
+    pub fn interrupt(&self) {
+        rustix::process::kill_process_group(self.group, rustix::process::Signal::INT)
+            .unwrap_or_else(|error| panic!("cannot interrupt the program: {error}"));
+    }
+
     /// Waits for its end, and for proof that it left no process behind.
     ///
     /// # Panics
@@ -177,7 +213,7 @@ impl Running {
         let stderr = self.child.stderr.take().map(collect);
         let status = self.wait();
         let took = self.started.elapsed();
-        assert_group_is_gone(self.group);
+        assert_gone(self.group, self.mark.as_deref());
         let join = |reader: Option<thread::JoinHandle<Vec<u8>>>| {
             reader.map(|reader| reader.join().unwrap_or_default())
         };
@@ -225,18 +261,26 @@ fn collect(mut stream: impl std::io::Read + Send + 'static) -> thread::JoinHandl
     })
 }
 
-/// Fails the test if a process of the group is alive. The kernel kills helpers a moment after
-/// their owner, so the check waits a little, but never for ever.
-///
-/// # Panics
-/// If a process is left.
-pub fn assert_group_is_gone(group: Pid) {
+/// Fails the test if a process of the group, or one that carries the mark, is alive. The kernel
+/// kills helpers a moment after their owner, so the check waits a little, but never for ever.
+fn assert_gone(group: Pid, mark: Option<&str>) {
     let deadline = Instant::now() + Duration::from_secs(5);
-    while rustix::process::test_kill_process_group(group).is_ok() {
+    let alive =
+        || rustix::process::test_kill_process_group(group).is_ok() || mark.is_some_and(is_carried);
+    while alive() {
         assert!(
             Instant::now() < deadline,
-            "the program left a process behind in group {group:?}"
+            "the program left a process behind in group {group:?} or with {mark:?}"
         );
         thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Whether a process has the mark on its command line.
+fn is_carried(mark: &str) -> bool {
+    let carries = |entry: std::fs::DirEntry| {
+        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(mark)
+    };
+    std::fs::read_dir("/proc").is_ok_and(|entries| entries.flatten().any(carries))
 }

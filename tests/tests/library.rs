@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::thread;
 use std::time::Duration;
 
-use bantam::{EngineChoice, Error, ExitCause, Machine, MachineBuilder};
+use bantam::{EngineChoice, Error, ExitCause, FileFailureKind, Machine, MachineBuilder};
 use bantam_e2e::{Setup, setup};
 
 fn builder(setup: &Setup) -> MachineBuilder {
@@ -84,7 +84,7 @@ fn a_spawned_command_has_streams_like_std_process() {
         .exec(["bash", "-c", "sleep 600 & sleep 600"])
         .spawn()
         .unwrap();
-    child.kill().unwrap();
+    child.kill();
     assert_eq!(child.wait().unwrap().signal, Some(9));
 
     drop(machine.exec(["sleep", "601"]).spawn().unwrap());
@@ -92,6 +92,88 @@ fn a_spawned_command_has_streams_like_std_process() {
         "for i in $(seq 200); do pgrep -f 'sleep 60[01]' || exit 0; sleep 0.05; done; exit 1";
     let left = machine.exec(["bash", "-c", script]).output().unwrap();
     assert_eq!(left.status.exit_code(), 0, "a command outlived its owner");
+}
+
+#[test]
+fn waiting_for_a_command_whose_output_nobody_reads_ends() {
+    let Some(setup) = setup("waiting_for_a_command_whose_output_nobody_reads_ends") else {
+        return;
+    };
+    let machine = builder(&setup).start().unwrap();
+
+    let mut child = machine.exec(["yes"]).spawn().unwrap();
+    child.kill();
+    assert_eq!(child.wait().unwrap().signal, Some(9));
+    assert_eq!(child.wait().unwrap().signal, Some(9), "asked twice");
+    child.kill();
+
+    let exec = machine.exec(["yes"]).timeout(Duration::from_secs(1));
+    assert!(exec.spawn().unwrap().wait().unwrap().timed_out);
+    let mut child = machine
+        .exec(["yes"])
+        .timeout(Duration::from_secs(1))
+        .spawn()
+        .unwrap();
+    let taken = child.stdout.take();
+    assert!(child.wait().unwrap().timed_out, "taken and not read");
+    drop(taken);
+
+    let mut child = machine.exec(["seq", "100000"]).spawn().unwrap();
+    assert!(child.wait().unwrap().success());
+
+    let mut child = machine.exec(["yes"]).spawn().unwrap();
+    machine.kill();
+    assert!(matches!(child.wait(), Err(Error::MachineDied { .. })));
+}
+
+#[test]
+fn commands_that_are_over_at_once_never_confuse_the_host() {
+    let Some(setup) = setup("commands_that_are_over_at_once_never_confuse_the_host") else {
+        return;
+    };
+    let machine = builder(&setup).start().unwrap();
+    for _ in 0..100 {
+        let child = machine.exec(["true"]).spawn().unwrap();
+        let (status, stdout, stderr) = child.wait_with_output().unwrap();
+        assert!(status.success());
+        assert!(stdout.is_empty() && stderr.is_empty());
+    }
+}
+
+#[test]
+fn a_file_whose_new_content_fails_stays_as_it_was() {
+    let Some(setup) = setup("a_file_whose_new_content_fails_stays_as_it_was") else {
+        return;
+    };
+    struct Failing(bool);
+    impl Read for Failing {
+        fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+            if std::mem::replace(&mut self.0, true) {
+                return Err(std::io::Error::other("on purpose"));
+            }
+            buffer[..4].copy_from_slice(b"part");
+            Ok(4)
+        }
+    }
+    let machine = builder(&setup).start().unwrap();
+    machine.write_file("/tmp/f", "the old content").unwrap();
+    let result = machine.write_file_from("/tmp/f", None, &mut Failing(false));
+    assert!(matches!(result, Err(Error::Io { .. })), "{result:?}");
+    assert_eq!(machine.read_file("/tmp/f").unwrap(), b"the old content");
+}
+
+#[test]
+fn output_over_the_limit_is_counted_and_dropped() {
+    let Some(setup) = setup("output_over_the_limit_is_counted_and_dropped") else {
+        return;
+    };
+    let machine = builder(&setup).start().unwrap();
+    let out = machine.exec(["seq", "100"]).max_output(4).output().unwrap();
+    assert_eq!(
+        (out.stdout.as_slice(), out.stdout_bytes),
+        (&b"1\n2\n"[..], 292)
+    );
+    assert!(out.truncated && out.status.success());
 }
 
 #[test]
@@ -124,7 +206,13 @@ fn two_machines_live_in_one_process() {
         (one.join().unwrap(), two.join().unwrap())
     });
     one.write_file("/tmp/mine", "1").unwrap();
-    assert!(two.read_file("/tmp/mine").is_err());
+    assert!(matches!(
+        two.read_file("/tmp/mine"),
+        Err(Error::File {
+            kind: FileFailureKind::NotFound,
+            ..
+        })
+    ));
     let name = |machine: &Machine| machine.exec(["hostname"]).output().unwrap().stdout;
     assert_eq!(name(&one), b"one\n");
     drop(one);

@@ -64,8 +64,10 @@ e2e! {
     }
 
     fn a_usage_error_is_2(setup) {
-        assert_eq!(setup.bantam(["run", "--no-such-flag"]).code, 2);
+        assert_eq!(setup.run(["--no-such-flag", "--", "true"]).code, 2);
         assert_eq!(setup.bantam(["run"]).code, 2);
+        assert_eq!(setup.run(["-e", "=x", "--", "true"]).code, 2);
+        assert_eq!(setup.run(["ls", "-la", "/etc/passwd"]).code, 0);
     }
 
     fn fifty_million_bytes_of_input_arrive_unharmed(setup) {
@@ -161,9 +163,10 @@ e2e! {
     }
 
     fn nothing_written_in_one_machine_is_seen_in_the_next(setup) {
-        setup.run(["--", "bash", "-c", "echo mine > /etc/left-behind"]);
-        let run = setup.run(["--", "bash", "-c", "ls /etc/left-behind"]);
-        assert_ne!(run.code, 0);
+        let run = setup.run(["--", "bash", "-c", "echo mine > /etc/left-behind; ls /etc/left-behind"]);
+        assert_eq!(run.text(), "/etc/left-behind\n", "{}", run.stderr);
+        let run = setup.run(["--", "bash", "-c", "test ! -e /etc/left-behind && echo clean"]);
+        assert_eq!(run.text(), "clean\n", "{}", run.stderr);
     }
 
     fn an_image_on_standard_input_boots(setup) {
@@ -219,6 +222,57 @@ e2e! {
         assert_eq!(object["error"]["code"], "image");
     }
 
+    fn json_output_is_cut_where_asked_and_says_so(setup) {
+        let run = setup.run(["--json", "--max-output", "10", "--", "seq", "100"]);
+        let object: serde_json::Value = serde_json::from_slice(&run.stdout).unwrap();
+        assert_eq!(object["stdout"], "1\n2\n3\n4\n5\n");
+        assert_eq!((&object["stdout_bytes"], &object["truncated"]), (&292.into(), &true.into()));
+        assert_eq!(object["ok"], true);
+    }
+
+    fn a_slow_reader_of_the_output_gets_all_of_it_and_no_timeout(setup) {
+        let mut running = setup.start(
+            setup.run_args(["--timeout", "2s", "--", "seq", "1", "60000"]),
+            Stdio::null(),
+        );
+        let mut stdout = running.child.stdout.take().unwrap();
+        let mut first = [0; 2];
+        std::io::Read::read_exact(&mut stdout, &mut first).unwrap();
+        // The reader dawdles for longer than the timeout and its grace.
+        std::thread::sleep(Duration::from_secs(5));
+        let mut rest = Vec::new();
+        std::io::Read::read_to_end(&mut stdout, &mut rest).unwrap();
+        assert_eq!(first.len() + rest.len(), 348_894);
+        assert_eq!(running.finish().code, 0);
+    }
+
+    fn a_reader_that_went_away_ends_the_run_as_sigpipe_would(setup) {
+        let mut running = setup.start(setup.run_args(["--", "yes"]), Stdio::null());
+        let mut stdout = running.child.stdout.take().unwrap();
+        std::io::Read::read_exact(&mut stdout, &mut [0; 2]).unwrap();
+        drop(stdout);
+        assert_eq!(running.finish().code, 141);
+    }
+
+    fn input_that_cannot_be_read_is_an_error(setup) {
+        let directory = fs::File::open("/").unwrap();
+        let args = setup.run_args(["-i", "--", "cat"]);
+        let run = setup.start(args, directory.into()).finish();
+        assert_eq!(run.code, 125);
+        assert!(run.stderr.contains("standard input"), "{}", run.stderr);
+    }
+
+    fn an_interrupt_from_the_terminal_leaves_nothing(setup) {
+        let mut running = setup.start(
+            setup.run_args(["--", "bash", "-c", "echo up; sleep 100"]),
+            Stdio::null(),
+        );
+        let mut stdout = running.child.stdout.take().unwrap();
+        std::io::Read::read_exact(&mut stdout, &mut [0; 3]).unwrap();
+        running.interrupt();
+        assert_eq!(running.finish().code, 130);
+    }
+
     fn timings_show_the_phases(setup) {
         let run = setup.run(["--timings", "--", "true"]);
         for phase in ["rootfs_ready", "agent_hello", "command_exit", "teardown"] {
@@ -245,9 +299,7 @@ e2e! {
     }
 
     fn killing_the_program_leaves_no_process(setup) {
-        let mut args = vec!["run".to_owned(), "--engine".into(), setup.engine.clone(), "-I".into()];
-        args.push(setup.image.to_str().unwrap().into());
-        args.extend(["--", "bash", "-c", "echo up; sleep 100"].map(String::from));
+        let args = setup.run_args(["--", "bash", "-c", "echo up; sleep 100"]);
         let mut running = setup.start(args, Stdio::null());
         let mut first = [0; 3];
         let mut stdout = running.child.stdout.take().unwrap();

@@ -80,6 +80,8 @@ struct Input {
     pending: VecDeque<u8>,
     /// The host will send no more.
     ended: bool,
+    /// No one reads it any more.
+    unread: bool,
     taken: usize,
 }
 
@@ -115,6 +117,7 @@ impl Command {
                 writable: true,
                 pending: VecDeque::new(),
                 ended: false,
+                unread: false,
                 taken: 0,
             }),
             tty: child.stderr.is_none(),
@@ -179,10 +182,9 @@ impl Command {
     fn note_stdin(&mut self, flags: EpollFlags) {
         if let Some(input) = &mut self.stdin {
             input.writable = true;
-            // How a pipe reports that no one reads it any more.
-            if flags.contains(EpollFlags::EPOLLERR) {
-                self.close_stdin();
-            }
+            // How a pipe reports that no one reads it any more. The host hears of it on the next
+            // turn: nothing may be said before the command is known to have started.
+            input.unread |= flags.contains(EpollFlags::EPOLLERR);
         }
     }
 
@@ -380,8 +382,8 @@ impl Command {
             return false;
         };
         let mut moved = false;
-        let mut closed = false;
-        while input.writable && !input.pending.is_empty() {
+        let mut closed = input.unread;
+        while !closed && input.writable && !input.pending.is_empty() {
             let (bytes, _) = input.pending.as_slices();
             match write(&input.fd, bytes) {
                 Ok(count) => {

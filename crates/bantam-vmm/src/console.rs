@@ -31,7 +31,8 @@ impl ConsoleLog {
         String::from_utf8_lossy(&self.0.tail()).into_owned()
     }
 
-    /// The last `lines` lines that are not blank.
+    /// The last `lines` lines that are not blank, fit to be shown: control characters are escaped
+    /// (a guest must not talk to the user's terminal) and long lines cut.
     #[must_use]
     pub fn last_lines(&self, lines: usize) -> Vec<String> {
         let text = self.text();
@@ -41,11 +42,26 @@ impl ConsoleLog {
             .map(str::trim_end)
             .filter(|line| !line.is_empty())
             .take(lines)
-            .map(str::to_owned)
+            .map(printable)
             .collect();
         last.reverse();
         last
     }
+}
+
+/// The most characters of a line that are shown.
+const LINE_LIMIT: usize = 300;
+
+fn printable(line: &str) -> String {
+    let mut shown = String::new();
+    for c in line.chars().take(LINE_LIMIT) {
+        if c.is_control() && c != '\t' {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+    }
+    shown
 }
 
 impl Write for ConsoleLog {
@@ -72,6 +88,16 @@ mod tests {
         log.write_all(b"\nlast words\n").unwrap();
         assert_eq!(log.text().len(), ConsoleLog::CAPACITY);
         assert_eq!(log.last_lines(1), ["last words"]);
+    }
+
+    #[test]
+    fn a_guest_cannot_talk_to_the_terminal_through_its_last_lines() {
+        let mut log = ConsoleLog::new();
+        log.write_all(b"\x1b]0;title\x07 text\r\n").unwrap();
+        log.write_all(&[b'y'; 10_000]).unwrap();
+        let lines = log.last_lines(2);
+        assert_eq!(lines[0], "\\u{1b}]0;title\\u{7} text");
+        assert_eq!(lines[1].len(), 300);
     }
 
     #[test]

@@ -36,7 +36,8 @@ impl ExitLatch {
     }
 
     pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<ExitCause> {
-        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        // A timeout beyond what the clock can tell is none.
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let (slot, changed) = &*self.0;
         let mut cause = slot.lock().unwrap_or_else(PoisonError::into_inner);
         while cause.is_none() {
@@ -52,6 +53,17 @@ impl ExitLatch {
             };
         }
         cause.clone()
+    }
+}
+
+/// Held by a supervisor: if that panics, whoever waits for the machine still hears of its end.
+pub(crate) struct ExitGuard(pub(crate) ExitLatch);
+
+impl Drop for ExitGuard {
+    fn drop(&mut self) {
+        self.0.set(ExitCause::Failed(
+            "the supervisor thread panicked".to_owned(),
+        ));
     }
 }
 
@@ -215,6 +227,25 @@ mod tests {
         latch.set(ExitCause::GuestShutdown);
         latch.set(ExitCause::Killed);
         assert_eq!(latch.wait(None), Some(ExitCause::GuestShutdown));
+    }
+
+    #[test]
+    fn a_supervisor_that_panics_leaves_nobody_waiting() {
+        let latch = ExitLatch::default();
+        let guard = ExitGuard(latch.clone());
+        let supervisor = std::thread::spawn(move || {
+            let _guard = guard;
+            panic!("on purpose");
+        });
+        assert!(supervisor.join().is_err());
+        assert!(matches!(latch.wait(None), Some(ExitCause::Failed(_))));
+    }
+
+    #[test]
+    fn a_timeout_longer_than_the_clock_is_none() {
+        let latch = ExitLatch::default();
+        latch.set(ExitCause::Killed);
+        assert_eq!(latch.wait(Some(Duration::MAX)), Some(ExitCause::Killed));
     }
 
     #[test]

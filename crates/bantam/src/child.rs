@@ -1,13 +1,20 @@
 //! A running command with its streams, like [`std::process::Child`].
 
-use std::io::{self, PipeReader, PipeWriter, Read, Write};
-use std::thread::{self, JoinHandle};
+mod outlet;
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::Instant;
 
 use bantam_protocol::{HostExec, Size};
 
 use crate::Error;
-use crate::command::{Finished, Started, Status};
+use crate::started::Started;
+use crate::status::{Finished, Status};
 use crate::wire::FrameSender;
+use outlet::Valve;
 
 /// A running command. Dropping it before it has ended kills everything it started.
 #[derive(Debug)]
@@ -20,7 +27,10 @@ pub struct Child {
     pub stderr: Option<ChildStderr>,
     pid: u32,
     sender: FrameSender,
-    pump: Option<JoinHandle<Result<Finished, Error>>>,
+    valves: [Valve; 2],
+    deadline: Option<Instant>,
+    finished: Receiver<Result<Finished, Error>>,
+    status: Option<Status>,
 }
 
 /// Standard input of a [`Child`].
@@ -49,7 +59,7 @@ macro_rules! output_stream {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
         #[derive(Debug)]
-        pub struct $name(PipeReader);
+        pub struct $name(UnixStream);
 
         impl Read for $name {
             fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
@@ -57,7 +67,7 @@ macro_rules! output_stream {
             }
         }
 
-        impl From<$name> for std::process::Stdio {
+        impl From<$name> for std::os::fd::OwnedFd {
             fn from(stream: $name) -> Self {
                 stream.0.into()
             }
@@ -76,14 +86,20 @@ output_stream!(
 
 impl Child {
     pub(crate) fn new(started: Started, stdin: bool) -> Result<Self, Error> {
-        let pipe = || io::pipe().map_err(Error::io("cannot make a pipe for a command's output"));
-        let (stdout, stdout_writer) = pipe()?;
-        let (stderr, stderr_writer) = pipe()?;
+        let pipe =
+            || outlet::pair().map_err(Error::io("cannot make a pipe for a command's output"));
+        let (stdout, mut stdout_outlet, stdout_valve) = pipe()?;
+        let (stderr, mut stderr_outlet, stderr_valve) = pipe()?;
         let sender = started.sender();
-        let pid = started.pid();
-        let pump = thread::Builder::new()
+        let (pid, deadline) = (started.pid(), started.deadline());
+        let (finish, finished) = mpsc::sync_channel(1);
+        thread::Builder::new()
             .name("exec".to_owned())
-            .spawn(move || started.pump(&mut Unread(stdout_writer), &mut Unread(stderr_writer)))
+            .spawn(move || {
+                let result = started.pump(&mut stdout_outlet, &mut stderr_outlet);
+                // Nobody to tell when the child was dropped.
+                let _ = finish.send(result);
+            })
             .map_err(Error::io("cannot start the thread for a command's output"))?;
         Ok(Self {
             stdin: stdin.then(|| ChildStdin(sender.clone())),
@@ -91,7 +107,10 @@ impl Child {
             stderr: Some(ChildStderr(stderr)),
             pid,
             sender,
-            pump: Some(pump),
+            valves: [stdout_valve, stderr_valve],
+            deadline,
+            finished,
+            status: None,
         })
     }
 
@@ -102,26 +121,78 @@ impl Child {
     }
 
     /// Waits until it has ended. Ends standard input first, as [`std::process::Child::wait`]
-    /// does; output must be read or its handle dropped, or a command that writes much waits.
+    /// does.
+    ///
+    /// Output that was not taken out of the handle can be read afterwards as far as it fits the
+    /// stream's buffer (some 200 KiB); what does not fit is dropped rather than waited for. A
+    /// stream that was taken must be read to its end, or dropped.
     ///
     /// # Errors
     /// [`Error::MachineDied`] if the machine ended first.
     pub fn wait(&mut self) -> Result<Status, Error> {
         drop(self.stdin.take());
-        let ended_twice = || Error::InvalidCommand("the command was already waited for".into());
-        let pump = self.pump.take().ok_or_else(ended_twice)?;
-        match pump.join() {
-            Ok(finished) => finished.map(|finished| finished.status),
-            Err(_) => Err(Error::Protocol("the output thread panicked".into())),
+        if let Some(status) = self.status {
+            return Ok(status);
         }
+        let [stdout, stderr] = &self.valves;
+        if self.stdout.is_some() {
+            stdout.open();
+        }
+        if self.stderr.is_some() {
+            stderr.open();
+        }
+        let finished = match self.deadline {
+            None => self.finished.recv().map_err(|_| ()),
+            Some(deadline) => {
+                let left = deadline.saturating_duration_since(Instant::now());
+                match self.finished.recv_timeout(left) {
+                    // It ought to be dead, so its output is not worth waiting for any more.
+                    Err(RecvTimeoutError::Timeout) => {
+                        stdout.open();
+                        stderr.open();
+                        self.finished.recv().map_err(|_| ())
+                    }
+                    result => result.map_err(|_| ()),
+                }
+            }
+        };
+        let finished =
+            finished.map_err(|()| Error::Protocol("the thread for its output panicked".into()))?;
+        let status = finished?.status;
+        self.status = Some(status);
+        Ok(status)
     }
 
-    /// Kills everything it started.
+    /// Reads all output to its end, then waits.
     ///
     /// # Errors
-    /// [`Error::Io`] if it has ended.
-    pub fn kill(&self) -> Result<(), Error> {
-        self.send(&HostExec::Kill)
+    /// As [`Child::wait`], and [`Error::Io`] if a stream cannot be read.
+    pub fn wait_with_output(mut self) -> Result<(Status, Vec<u8>, Vec<u8>), Error> {
+        drop(self.stdin.take());
+        let read = |stream: Option<Box<dyn Read + Send>>| {
+            let mut bytes = Vec::new();
+            stream
+                .map_or(Ok(0), |mut stream| stream.read_to_end(&mut bytes))
+                .map(|_| bytes)
+                .map_err(Error::io("cannot read a command's output"))
+        };
+        let stdout = self.stdout.take().map(|stream| Box::new(stream) as _);
+        let stderr = self.stderr.take().map(|stream| Box::new(stream) as _);
+        let (stdout, stderr) = thread::scope(|scope| {
+            let stderr = scope.spawn(|| read(stderr));
+            let stdout = read(stdout);
+            let panicked = || Error::Protocol("the thread for its output panicked".into());
+            (stdout, stderr.join().map_err(|_| panicked()).flatten())
+        });
+        Ok((self.wait()?, stdout?, stderr?))
+    }
+
+    /// Kills everything it started. Output that nobody reads is dropped from now on. Does nothing
+    /// to a command that has ended.
+    pub fn kill(&self) {
+        // Fails only if it has ended.
+        let _ = self.sender.send(&HostExec::Kill);
+        self.valves.iter().for_each(Valve::open);
     }
 
     /// Sends a signal to its process group.
@@ -149,24 +220,9 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        if self.pump.is_some() {
+        if self.status.is_none() {
             self.sender.hang_up();
         }
-    }
-}
-
-/// A pipe whose reader may go away: the rest of the output is dropped, as with `/dev/null`.
-struct Unread(PipeWriter);
-
-impl Write for Unread {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match self.0.write(bytes) {
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(bytes.len()),
-            result => result,
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+        self.valves.iter().for_each(Valve::open);
     }
 }

@@ -4,93 +4,16 @@ use std::ffi::OsStr;
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use bantam_protocol::{ExecRequest, Exit, ExitStatus, GuestExec, HostExec, STDIN_WINDOW, Size};
-use bantam_vmm::Phase;
+use bantam_protocol::{ExecRequest, Size};
 
 use crate::Error;
+use crate::capped::Capped;
 use crate::child::Child;
 use crate::machine::Inner;
-use crate::wire::{self, FrameReceiver, FrameSender, ReceiveError};
-
-/// How a command ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Status {
-    /// Its exit code, if it exited.
-    pub code: Option<u8>,
-    /// The signal that ended it, if one did.
-    pub signal: Option<u8>,
-    /// It was killed because its time ran out.
-    pub timed_out: bool,
-    /// The kernel killed a process of it because memory ran out.
-    pub oom: bool,
-}
-
-impl Status {
-    const TIMED_OUT: Self = Self {
-        code: None,
-        signal: Some(9),
-        timed_out: true,
-        oom: false,
-    };
-
-    /// Whether it exited with 0.
-    #[must_use]
-    pub fn success(self) -> bool {
-        self.code == Some(0) && !self.timed_out
-    }
-
-    /// The code a shell would give: the command's own, 124 after a timeout, 128+n after
-    /// signal n.
-    #[must_use]
-    pub fn exit_code(self) -> u8 {
-        match (self.timed_out, self.code, self.signal) {
-            (true, ..) => 124,
-            (false, Some(code), _) => code,
-            (false, None, Some(signal)) => 128_u8.saturating_add(signal),
-            (false, None, None) => 125,
-        }
-    }
-}
-
-impl From<Exit> for Status {
-    fn from(exit: Exit) -> Self {
-        let (code, signal) = match exit.status {
-            ExitStatus::Exited(code) => (Some(code), None),
-            ExitStatus::Signaled(signal) => (None, Some(signal)),
-        };
-        Self {
-            code,
-            signal,
-            timed_out: exit.timed_out,
-            oom: exit.oom,
-        }
-    }
-}
-
-/// A finished command and what it wrote.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Output {
-    /// How it ended.
-    pub status: Status,
-    /// Standard output (with a terminal: everything).
-    pub stdout: Vec<u8>,
-    /// Standard error.
-    pub stderr: Vec<u8>,
-}
-
-/// A finished command whose output went elsewhere.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Finished {
-    /// How it ended.
-    pub status: Status,
-    /// Bytes of standard output.
-    pub stdout_bytes: u64,
-    /// Bytes of standard error.
-    pub stderr_bytes: u64,
-}
+use crate::started::Started;
+use crate::status::{Finished, Output};
 
 /// Where standard input comes from.
 enum Input {
@@ -108,6 +31,7 @@ pub struct Exec {
     user: Option<String>,
     tty: Option<Size>,
     timeout: Option<Duration>,
+    max_output: u64,
     input: Input,
 }
 
@@ -120,6 +44,10 @@ impl std::fmt::Debug for Exec {
 }
 
 impl Exec {
+    /// How many bytes of each stream [`Exec::output`] keeps unless told otherwise: 256 MiB. A
+    /// guest must not fill the host's memory.
+    pub const MAX_OUTPUT: u64 = 256 << 20;
+
     pub(crate) fn new(machine: Arc<Inner>, argv: Vec<Vec<u8>>) -> Self {
         Self {
             machine,
@@ -129,6 +57,7 @@ impl Exec {
             user: None,
             tty: None,
             timeout: None,
+            max_output: Self::MAX_OUTPUT,
             input: Input::Null,
         }
     }
@@ -179,22 +108,35 @@ impl Exec {
         self
     }
 
-    /// Runs the command and collects everything it writes.
+    /// The most bytes of each stream that [`Exec::output`] keeps, [`Exec::MAX_OUTPUT`] by
+    /// default; the rest is counted and dropped. [`Exec::pipe`] and [`Exec::spawn`] stream
+    /// without a limit.
+    pub fn max_output(mut self, bytes: u64) -> Self {
+        self.max_output = bytes;
+        self
+    }
+
+    /// Runs the command and collects what it writes.
     ///
     /// # Errors
     /// [`Error::Start`] if it cannot be started, [`Error::MachineDied`] if the machine ends
     /// before the command does. A command that fails or times out is no error.
     pub fn output(self) -> Result<Output, Error> {
-        let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+        let mut stdout = Capped::new(self.max_output);
+        let mut stderr = Capped::new(self.max_output);
         let finished = self.pipe(&mut stdout, &mut stderr)?;
         Ok(Output {
             status: finished.status,
-            stdout,
-            stderr,
+            truncated: stdout.truncated() || stderr.truncated(),
+            stdout: stdout.bytes,
+            stderr: stderr.bytes,
+            stdout_bytes: finished.stdout_bytes,
+            stderr_bytes: finished.stderr_bytes,
         })
     }
 
-    /// Runs the command and passes on what it writes as it comes, in bounded memory.
+    /// Runs the command and passes on what it writes as it comes, in bounded memory. A writer
+    /// that blocks delays the return, also past a timeout.
     ///
     /// # Errors
     /// As [`Exec::output`]; and [`Error::Io`] if a writer fails, in which case the command is
@@ -233,44 +175,10 @@ impl Exec {
         String::from_utf8_lossy(name).into_owned()
     }
 
-    /// Sends the request and waits until the command runs.
     fn start(self, stdin: bool) -> Result<Started, Error> {
-        let command = self.name();
         let request = self.request(stdin)?;
-        let machine = self.machine;
-        let stream = machine.connect_exec()?;
-        let (sender, receiver) = wire::split(stream, STDIN_WINDOW)?;
-        let mut started = Started {
-            deadline: self.timeout.map(Deadline::after),
-            machine,
-            sender,
-            receiver,
-            pid: 0,
-            command: command.clone(),
-        };
-        started
-            .sender
-            .send(&HostExec::Exec(request))
-            .map_err(|_| started.gone())?;
-        let answer = started.next(|message| match message {
-            GuestExec::Started { pid } => Ok(Start::Started(pid)),
-            GuestExec::StartFailed(failure) => Ok(Start::Failed(failure)),
-            _ => Err("a message before the command was started".to_owned()),
-        })?;
-        match answer {
-            Event::Frame(Start::Started(pid)) => started.pid = pid,
-            Event::Frame(Start::Failed(failure)) => {
-                return Err(Error::Start {
-                    command,
-                    kind: failure.kind,
-                    message: failure.message,
-                });
-            }
-            Event::TimedOut => {
-                return Err(started.gone_because("the guest did not answer in time"));
-            }
-        }
-        Ok(started)
+        let command = self.name();
+        Started::start(self.machine, request, self.timeout, command)
     }
 
     fn request(&self, stdin: bool) -> Result<ExecRequest, Error> {
@@ -313,197 +221,5 @@ impl Exec {
                     .max(1)
             }),
         })
-    }
-}
-
-/// The guest enforces a command's timeout; the host steps in if the guest does not.
-#[derive(Debug, Clone, Copy)]
-struct Deadline(Option<Instant>);
-
-impl Deadline {
-    /// How long after the guest's own deadline its answer may take.
-    const GRACE: Duration = Duration::from_millis(1500);
-
-    fn after(timeout: Duration) -> Self {
-        Self(
-            timeout
-                .checked_add(Self::GRACE)
-                .and_then(|all| Instant::now().checked_add(all)),
-        )
-    }
-}
-
-/// What a start request is answered with.
-enum Start {
-    Started(u32),
-    Failed(bantam_protocol::StartFailed),
-}
-
-pub(crate) enum Event<T> {
-    Frame(T),
-    TimedOut,
-}
-
-/// A command that runs.
-pub(crate) struct Started {
-    machine: Arc<Inner>,
-    sender: FrameSender,
-    receiver: FrameReceiver,
-    deadline: Option<Deadline>,
-    pid: u32,
-    command: String,
-}
-
-impl Started {
-    pub(crate) fn sender(&self) -> FrameSender {
-        self.sender.clone()
-    }
-
-    pub(crate) fn pid(&self) -> u32 {
-        self.pid
-    }
-
-    /// Streams `reader` to the command from a thread of its own.
-    fn feed(&self, reader: Box<dyn Read + Send>) -> Result<(), Error> {
-        let sender = self.sender();
-        thread::Builder::new()
-            .name("stdin".to_owned())
-            .spawn(move || {
-                if let Err(error) = wire::send_all(reader, &sender) {
-                    tracing::warn!(%error, "standard input could not be read to its end");
-                }
-            })
-            .map(drop)
-            .map_err(Error::io("cannot start the thread for standard input"))
-    }
-
-    /// Passes on output until the command has ended.
-    pub(crate) fn pump(
-        mut self,
-        stdout: &mut dyn Write,
-        stderr: &mut dyn Write,
-    ) -> Result<Finished, Error> {
-        let mut finished = Finished {
-            status: Status::TIMED_OUT,
-            stdout_bytes: 0,
-            stderr_bytes: 0,
-        };
-        let timeline = self.machine.timeline().clone();
-        let sender = self.sender();
-        loop {
-            let event = self.next(|message| {
-                Ok(match message {
-                    GuestExec::Stdout(bytes) => {
-                        timeline.mark(Phase::FirstOutput);
-                        finished.stdout_bytes += bytes.len() as u64;
-                        Step::Wrote(stdout.write_all(bytes).and_then(|()| stdout.flush()))
-                    }
-                    GuestExec::Stderr(bytes) => {
-                        timeline.mark(Phase::FirstOutput);
-                        finished.stderr_bytes += bytes.len() as u64;
-                        Step::Wrote(stderr.write_all(bytes).and_then(|()| stderr.flush()))
-                    }
-                    GuestExec::StdinCredit(bytes) => {
-                        sender.credit(bytes);
-                        Step::Input
-                    }
-                    GuestExec::StdinClosed => {
-                        sender.nobody_reads();
-                        Step::Input
-                    }
-                    GuestExec::Exit(exit) => Step::Exit(exit),
-                    _ => return Err("a message that is not output or exit".to_owned()),
-                })
-            })?;
-            match event {
-                Event::Frame(Step::Wrote(result)) => {
-                    result.map_err(Error::io("cannot pass on the command's output"))?;
-                }
-                Event::Frame(Step::Input) => {}
-                Event::Frame(Step::Exit(exit)) => {
-                    timeline.mark(Phase::CommandExit);
-                    finished.status = exit.into();
-                    return Ok(finished);
-                }
-                Event::TimedOut => {
-                    // The guest should have killed it long ago; its streams end with ours.
-                    timeline.mark(Phase::CommandExit);
-                    return Ok(finished);
-                }
-            }
-        }
-    }
-
-    fn next<T>(
-        &mut self,
-        take: impl FnOnce(GuestExec<'_>) -> Result<T, String>,
-    ) -> Result<Event<T>, Error> {
-        let deadline = self.deadline.and_then(|deadline| deadline.0);
-        let mut refused = None;
-        let received = self.receiver.receive(deadline, |frame| {
-            let message = GuestExec::decode(&frame)?;
-            match take(message) {
-                Ok(value) => Ok(Some(value)),
-                Err(reason) => {
-                    refused = Some(reason);
-                    Ok(None)
-                }
-            }
-        });
-        match received {
-            Ok(Some(value)) => Ok(Event::Frame(value)),
-            Ok(None) => Err(Error::Protocol(refused.unwrap_or_default())),
-            Err(ReceiveError::TimedOut) => Ok(Event::TimedOut),
-            Err(ReceiveError::Gone) => Err(self.gone()),
-            Err(ReceiveError::Protocol(error)) => Err(Error::Protocol(error.to_string())),
-        }
-    }
-
-    fn gone(&self) -> Error {
-        self.machine.died(format!("'{}' ran", self.command))
-    }
-
-    fn gone_because(&self, reason: &str) -> Error {
-        Error::MachineDied {
-            what: format!("'{}' was started", self.command),
-            cause: reason.to_owned(),
-            console: Vec::new(),
-        }
-    }
-}
-
-impl Drop for Started {
-    /// Hangs up, also for a thread that still sends input: the agent kills what is left.
-    fn drop(&mut self) {
-        self.sender.hang_up();
-    }
-}
-
-enum Step {
-    Wrote(io::Result<()>),
-    Input,
-    Exit(Exit),
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn exit_codes_are_those_of_a_shell() {
-        let exit = |status, timed_out| {
-            Status::from(Exit {
-                status,
-                timed_out,
-                oom: false,
-            })
-            .exit_code()
-        };
-        assert_eq!(exit(ExitStatus::Exited(0), false), 0);
-        assert_eq!(exit(ExitStatus::Exited(7), false), 7);
-        assert_eq!(exit(ExitStatus::Signaled(9), false), 137);
-        assert_eq!(exit(ExitStatus::Signaled(15), false), 143);
-        assert_eq!(exit(ExitStatus::Signaled(9), true), 124);
-        assert_eq!(exit(ExitStatus::Exited(0), true), 124);
     }
 }

@@ -1,10 +1,11 @@
 //! The control stream: how a guest comes up and how it is asked to end.
 
 use std::io::Write;
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use bantam_protocol::{Configure, GuestControl, Hello, HostControl, PROTOCOL_VERSION};
+use bantam_protocol::{Configure, Frame, GuestControl, Hello, HostControl, PROTOCOL_VERSION};
 use bantam_virtio::vsock::VsockListener;
 use bantam_vmm::{Phase, Timeline};
 
@@ -23,6 +24,7 @@ pub(crate) enum HelloError {
 #[derive(Debug)]
 pub(crate) struct Control {
     stream: UnixStream,
+    receiver: FrameReceiver,
     /// What the guest said.
     pub(crate) hello: Hello,
 }
@@ -35,8 +37,9 @@ impl Control {
         hostname: &str,
         timeline: &Timeline,
     ) -> Result<Self, HelloError> {
-        let deadline = Instant::now() + timeout;
-        let late = || HelloError::Failed(format!("no sign of life within {} s", timeout.as_secs()));
+        // A timeout beyond what the clock can tell is none.
+        let deadline = Instant::now().checked_add(timeout);
+        let late = || HelloError::Failed(format!("no sign of life within {timeout:?}"));
         let stream = listener
             .accept_timeout(timeout)
             .map_err(|error| match error.kind() {
@@ -46,9 +49,8 @@ impl Control {
         let reader = stream
             .try_clone()
             .map_err(|error| HelloError::Failed(error.to_string()))?;
-        let hello = FrameReceiver::new(reader).receive(Some(deadline), |frame| {
-            GuestControl::decode(&frame).map_err(ReceiveError::from)
-        });
+        let mut receiver = FrameReceiver::new(reader);
+        let hello = receiver.receive(deadline, decode);
         let hello = match hello {
             Ok(GuestControl::Hello(hello)) => hello,
             Ok(GuestControl::BootFailed(message)) => return Err(HelloError::Failed(message)),
@@ -69,7 +71,11 @@ impl Control {
             }));
         }
         mark_boot(timeline, &hello);
-        let mut control = Self { stream, hello };
+        let mut control = Self {
+            stream,
+            receiver,
+            hello,
+        };
         control
             .configure(hostname)
             .map_err(|error| HelloError::Failed(format!("the agent hung up: {error}")))?;
@@ -89,14 +95,31 @@ impl Control {
     }
 
     /// Asks the guest to end its processes (by force after `grace`), write everything back and
-    /// power off.
-    pub(crate) fn shutdown(&mut self, grace: Duration) -> std::io::Result<()> {
+    /// power off; then waits for its farewell, at most for `limit`.
+    pub(crate) fn shutdown(&mut self, grace: Duration, limit: Duration) -> std::io::Result<()> {
         let grace_ms = u32::try_from(grace.as_millis()).unwrap_or(u32::MAX);
         let bytes = HostControl::Shutdown { grace_ms }
             .encode()
             .map_err(std::io::Error::other)?;
-        self.stream.write_all(&bytes)
+        self.stream.write_all(&bytes)?;
+        let deadline = Instant::now().checked_add(limit);
+        // Whatever comes, a farewell or none, the next step is to hang up: the guest waits for it.
+        let _ = self.receiver.receive(deadline, decode);
+        self.stream.shutdown(Shutdown::Both)
     }
+
+    /// What the guest said about its own end, if it said anything.
+    pub(crate) fn last_words(&mut self) -> Option<String> {
+        let deadline = Instant::now().checked_add(Duration::from_millis(10));
+        match self.receiver.receive(deadline, decode) {
+            Ok(GuestControl::BootFailed(message)) => Some(message),
+            _ => None,
+        }
+    }
+}
+
+fn decode(frame: Frame<'_>) -> Result<GuestControl, ReceiveError> {
+    GuestControl::decode(&frame).map_err(ReceiveError::from)
 }
 
 /// The host sees the hello; when `/init` began is known only by the guest's clock.

@@ -3,7 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
+use bantam_image::Error as ImageError;
 use bantam_protocol::{FileFailureKind, StartFailedKind};
+use bantam_vmm::VmmError;
 
 /// What can fail between a call and its result.
 ///
@@ -16,10 +18,10 @@ pub enum Error {
     NoImage,
     /// The image could not be resolved, pulled, read or converted.
     #[error(transparent)]
-    Image(#[from] bantam_image::Error),
+    Image(#[from] ImageError),
     /// The virtual machine could not be started.
     #[error(transparent)]
-    Vm(#[from] bantam_vmm::VmmError),
+    Vm(#[from] VmmError),
     /// The guest kernel or the initramfs was not found.
     #[error("the guest kernel and initramfs were not found (looked in {})", join(.searched))]
     GuestNotFound {
@@ -62,6 +64,14 @@ pub enum Error {
         /// What happened, naming the path.
         message: String,
     },
+    /// A file in the guest is larger than a call that returns it whole takes.
+    #[error("'{path}' is larger than {limit} bytes")]
+    TooLarge {
+        /// The path in the guest.
+        path: String,
+        /// The limit in bytes.
+        limit: u64,
+    },
     /// The machine ended while it was needed.
     #[error("the machine ended while {what}: {cause}")]
     MachineDied {
@@ -71,6 +81,14 @@ pub enum Error {
         cause: String,
         /// The last lines of the guest's console.
         console: Vec<String>,
+    },
+    /// The agent in a machine that still runs did not do its part.
+    #[error("the agent in the machine {reason} while {what}")]
+    Agent {
+        /// What was going on.
+        what: String,
+        /// What the agent did or did not do.
+        reason: String,
     },
     /// The guest sent something that makes no sense.
     #[error("the guest broke the protocol: {0}")]
@@ -120,9 +138,10 @@ impl Error {
             Self::Start { command, kind: StartFailedKind::NotFound, .. } if command == "bash" => Some(
                 "the image may have no bash: use sh, or install bash in the image (Alpine: apk add bash)".into(),
             ),
-            Self::Vm(bantam_vmm::VmmError::NoEngine(_) | bantam_vmm::VmmError::EngineUnavailable { .. }) => {
+            Self::Vm(VmmError::NoEngine(_) | VmmError::EngineUnavailable { .. }) => {
                 Some("`bantam doctor` shows what this host offers".into())
             }
+            Self::TooLarge { .. } => Some("stream it instead of reading it whole".into()),
             Self::NoHome => Some("set BANTAM_HOME to a directory".into()),
             _ => None,
         }
@@ -156,6 +175,8 @@ impl Error {
             },
             Self::File { .. } => "file",
             Self::MachineDied { .. } => "machine_died",
+            Self::Agent { .. } => "agent",
+            Self::TooLarge { .. } => "too_large",
             Self::Protocol(_) => "protocol",
             Self::Io { .. } => "io",
             Self::NoHome => "no_home",

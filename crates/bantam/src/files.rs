@@ -8,7 +8,7 @@ use bantam_protocol::{GuestExec, HostExec, ReadFile, WriteFile};
 use std::os::unix::ffi::OsStrExt;
 
 use crate::Error;
-use crate::machine::Inner;
+use crate::machine::{Inner, REQUEST_LIMIT};
 use crate::wire::{self, FrameReceiver, FrameSender, ReceiveError};
 
 enum Answer {
@@ -25,6 +25,12 @@ struct Transfer {
     what: String,
 }
 
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        self.sender.hang_up();
+    }
+}
+
 impl Transfer {
     fn open(machine: &Arc<Inner>, request: &HostExec<'_>, what: String) -> Result<Self, Error> {
         let (sender, receiver) = wire::split(machine.connect_exec()?, wire::UNLIMITED)?;
@@ -34,7 +40,10 @@ impl Transfer {
             receiver,
             what,
         };
-        transfer.sender.send(request).map_err(|_| transfer.gone())?;
+        transfer
+            .sender
+            .send_request(request, REQUEST_LIMIT)
+            .map_err(|_| transfer.gone())?;
         Ok(transfer)
     }
 
@@ -76,17 +85,18 @@ pub(crate) fn write(
     });
     let what = format!("'{}' was written", path.display());
     let mut transfer = Transfer::open(machine, &request, what)?;
-    let sent = wire::send_all(content, &transfer.sender);
-    // An answer that came early says why; it weighs more than a local read error.
-    let answer = loop {
+    // Without the end of the input the guest leaves the file as it was.
+    wire::send_all(content, &transfer.sender)
+        .map_err(Error::io("cannot read the bytes for a file in the guest"))?;
+    // If this fails the answer, or its absence, says why.
+    let _ = transfer.sender.send(&HostExec::StdinEof);
+    loop {
         match transfer.answer(&mut io::sink())? {
             Answer::Opened | Answer::Data(_) => {}
-            Answer::Done => break Ok(()),
-            Answer::Failed(error) => break Err(error),
+            Answer::Done => return Ok(()),
+            Answer::Failed(error) => return Err(error),
         }
-    };
-    sent.map_err(Error::io("cannot read the bytes for a file in the guest"))
-        .and(answer)
+    }
 }
 
 pub(crate) fn read(machine: &Arc<Inner>, path: &Path, sink: &mut dyn Write) -> Result<(), Error> {

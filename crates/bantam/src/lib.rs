@@ -25,6 +25,7 @@
 //! Dropping a [`Machine`] ends it and leaves nothing behind.
 
 mod builder;
+mod capped;
 mod child;
 mod command;
 mod control;
@@ -33,20 +34,25 @@ mod files;
 mod guest;
 mod home;
 mod machine;
+mod started;
+mod status;
 mod wire;
 
+pub use bantam_image::Error as ImageError;
 pub use bantam_image::{
     Image, ImageConfig, ImageSource, Layer, NoProgress, Platform, Progress, PullPolicy, Reference,
     Stage,
 };
-pub use bantam_protocol::Size;
+pub use bantam_protocol::{FileFailureKind, Size, StartFailedKind};
 pub use bantam_vmm::{
-    Availability, EngineChoice, EngineKind, EngineReport, ExitCause, Phase, Timeline, probe_engines,
+    Availability, EngineChoice, EngineKind, EngineReport, ExitCause, GuestKernel, Phase, Timeline,
+    VmmError, probe_engines,
 };
 pub use builder::MachineBuilder;
 pub use child::{Child, ChildStderr, ChildStdin, ChildStdout};
-pub use command::{Exec, Finished, Output, Status};
+pub use command::Exec;
 pub use error::Error;
 pub use guest::{find_guest, guest_search_path};
 pub use home::Home;
 pub use machine::{Machine, Report};
+pub use status::{Finished, Output, Status};

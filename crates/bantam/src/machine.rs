@@ -1,19 +1,24 @@
 //! A running machine.
 
 use std::ffi::OsStr;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bantam_image::{Argv, Image, ImageConfig};
 use bantam_protocol::GUEST_EXEC_PORT;
 use bantam_vmm::{EngineKind, ExitCause, Phase, Timeline, Vm};
 
+use crate::capped::Capped;
 use crate::control::Control;
 use crate::{Error, Exec, MachineBuilder, files};
+
+/// How long an agent that works may take to accept a request and to answer that a command runs.
+/// It is generous: an emulated guest on a busy host is slow.
+pub(crate) const REQUEST_LIMIT: Duration = Duration::from_secs(60);
 
 /// How many console lines an error carries.
 pub(crate) const CONSOLE_LINES: usize = 15;
@@ -56,27 +61,46 @@ impl Inner {
         self.vm
             .vsock()
             .connect(GUEST_EXEC_PORT)
-            .map_err(|_| self.died("it was asked for a command".to_owned()))
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::BrokenPipe => self.died("it was asked for a command".to_owned()),
+                _ => Error::Io {
+                    what: "cannot open a stream to the guest",
+                    source: error,
+                },
+            })
     }
 
     /// The error for a stream that ended by itself. The streams of a machine that ends close a
     /// moment before its exit is known.
     pub(crate) fn died(&self, what: String) -> Error {
-        let cause = match self.vm.wait(Some(Duration::from_millis(500))) {
-            Some(ExitCause::GuestShutdown) => "the guest shut down or its kernel panicked".into(),
-            Some(ExitCause::Killed) => "it was stopped".into(),
-            Some(ExitCause::Failed(reason)) => reason,
-            None => "its agent hung up".into(),
+        let Some(exit) = self.vm.wait(Some(Duration::from_millis(500))) else {
+            return Error::Agent {
+                what,
+                reason: "hung up".to_owned(),
+            };
         };
+        let last_words = self.lock_control().last_words();
+        let cause = last_words.unwrap_or_else(|| match exit {
+            ExitCause::GuestShutdown => "the guest shut down or its kernel panicked".into(),
+            ExitCause::Killed => "it was stopped".into(),
+            ExitCause::Failed(reason) => reason,
+        });
         Error::MachineDied {
             what,
             cause,
             console: self.vm.console().last_lines(CONSOLE_LINES),
         }
     }
+
+    fn lock_control(&self) -> MutexGuard<'_, Control> {
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Machine {
+    /// The most bytes that [`Machine::read_file`] returns: a guest must not fill the host's
+    /// memory. [`Machine::read_file_to`] has no limit.
+    pub const READ_LIMIT: u64 = 1 << 30;
     /// How long commands have to end after [`Machine::stop`] asked them to.
     pub const STOP_GRACE: Duration = Duration::from_secs(5);
     /// How long the guest may take in all before [`Machine::stop`] ends it by force.
@@ -116,13 +140,12 @@ impl Machine {
     ///
     /// # Errors
     /// [`Error::InvalidCommand`] if neither the image nor the caller names a command.
-    pub fn workload<S: AsRef<OsStr>>(
-        &self,
-        args: &[S],
-        entrypoint: Option<&OsStr>,
-    ) -> Result<Exec, Error> {
+    pub fn workload<I>(&self, args: I, entrypoint: Option<&OsStr>) -> Result<Exec, Error>
+    where
+        I: IntoIterator<Item: AsRef<OsStr>>,
+    {
         let bytes = |word: &OsStr| word.as_bytes().to_vec();
-        let args: Vec<_> = args.iter().map(|arg| bytes(arg.as_ref())).collect();
+        let args: Vec<_> = args.into_iter().map(|arg| bytes(arg.as_ref())).collect();
         let entrypoint = entrypoint.map(|word| vec![bytes(word)]);
         match self.0.image.config.process(&args, entrypoint.as_deref()) {
             Argv::Run(argv) => Ok(Exec::new(Arc::clone(&self.0), argv)),
@@ -158,14 +181,21 @@ impl Machine {
         files::write(&self.0, path.as_ref(), mode, content)
     }
 
-    /// Reads a file in the guest.
+    /// Reads a file in the guest, of at most [`Machine::READ_LIMIT`] bytes.
     ///
     /// # Errors
-    /// [`Error::File`] with the guest's reason.
+    /// [`Error::File`] with the guest's reason, [`Error::TooLarge`] for a larger one.
     pub fn read_file(&self, path: impl AsRef<Path>) -> Result<Vec<u8>, Error> {
-        let mut content = Vec::new();
+        let path = path.as_ref();
+        let mut content = Capped::new(Self::READ_LIMIT);
         self.read_file_to(path, &mut content)?;
-        Ok(content)
+        if content.truncated() {
+            return Err(Error::TooLarge {
+                path: path.display().to_string(),
+                limit: Self::READ_LIMIT,
+            });
+        }
+        Ok(content.bytes)
     }
 
     /// Streams a file in the guest to `sink`, in bounded memory.
@@ -197,17 +227,20 @@ impl Machine {
     /// The release of the guest's kernel, as `uname -r` shows it.
     #[must_use]
     pub fn kernel_release(&self) -> String {
-        self.lock_control().hello.kernel_release.clone()
+        self.0.lock_control().hello.kernel_release.clone()
     }
 
     /// Asks the guest to write everything back and power off; ends it by force if it does not
-    /// within [`Machine::STOP_LIMIT`].
+    /// within [`Machine::STOP_LIMIT`]. Stopping a machine that has ended reports how it ended.
     ///
     /// # Errors
     /// None today; a machine with a disk of its own will report one that was not written back.
-    pub fn stop(self) -> Result<Report, Error> {
+    pub fn stop(&self) -> Result<Report, Error> {
+        let asked = self
+            .0
+            .lock_control()
+            .shutdown(Self::STOP_GRACE, Self::STOP_LIMIT);
         // If the agent is gone, so is its machine, or there is nobody to ask.
-        let asked = self.lock_control().shutdown(Self::STOP_GRACE);
         let cause = asked
             .ok()
             .and_then(|()| self.0.vm.wait(Some(Self::STOP_LIMIT)))
@@ -215,8 +248,9 @@ impl Machine {
         Ok(self.report(cause))
     }
 
-    /// Ends it at once, without asking the guest.
-    pub fn kill(self) -> Report {
+    /// Ends it at once, without asking the guest. Calls that wait for the guest, on any thread,
+    /// end with an error.
+    pub fn kill(&self) -> Report {
         let cause = self.0.vm.kill();
         self.report(cause)
     }
@@ -228,13 +262,6 @@ impl Machine {
             engine: self.0.vm.engine(),
             timeline: self.0.timeline.clone(),
         }
-    }
-
-    fn lock_control(&self) -> std::sync::MutexGuard<'_, Control> {
-        self.0
-            .control
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bantam_protocol::{Decoder, Frame, HostExec, Kind, MAX_DATA_LEN, write_frame};
 
@@ -90,6 +90,13 @@ impl FrameSender {
         (&*self.stream).write_all(&bytes)
     }
 
+    /// Sends the request that opens the stream. It must not wait for a guest that takes nothing.
+    pub(crate) fn send_request(&self, message: &HostExec<'_>, limit: Duration) -> io::Result<()> {
+        self.stream.set_write_timeout(Some(limit))?;
+        self.send(message)?;
+        self.stream.set_write_timeout(None)
+    }
+
     /// Sends bytes of standard input or of a file, whole; waits while the window is used up.
     pub(crate) fn send_data(&self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
@@ -129,28 +136,22 @@ impl FrameSender {
     }
 }
 
-/// Copies `input` to the guest as standard input, then says that it ended. Stops early, and
-/// without an error, when the command is gone.
-pub(crate) fn send_all(mut input: impl Read, sender: &FrameSender) -> io::Result<()> {
+/// Copies `input` to the guest. Stops early, and without an error, when nobody reads it there.
+/// The end of the input is the caller's to tell: after an error there may be none.
+pub(crate) fn send_all(input: &mut dyn Read, sender: &FrameSender) -> io::Result<()> {
     let mut buffer = vec![0; MAX_DATA_LEN];
     loop {
-        let count = match input.read(&mut buffer) {
-            Ok(0) => break,
-            Ok(count) => count,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => {
-                // The command must not wait for bytes that will not come.
-                let _ = sender.send(&HostExec::StdinEof);
-                return Err(error);
+        match input.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(count) => {
+                if sender.send_data(&buffer[..count]).is_err() {
+                    return Ok(());
+                }
             }
-        };
-        if sender.send_data(&buffer[..count]).is_err() {
-            return Ok(());
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
     }
-    // As above: a command that has ended needs no end of input.
-    let _ = sender.send(&HostExec::StdinEof);
-    Ok(())
 }
 
 /// Why no frame came.
@@ -249,8 +250,6 @@ pub(crate) fn split(
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn stdout(frame: Frame<'_>) -> Result<Vec<u8>, ReceiveError> {
@@ -302,8 +301,8 @@ mod tests {
     fn input_for_a_command_that_has_ended_is_dropped_without_an_error() {
         let (guest, host) = UnixStream::pair().unwrap();
         drop(guest);
-        let input = std::io::repeat(1).take(1 << 20);
-        send_all(input, &FrameSender::new(host, UNLIMITED)).unwrap();
+        let mut input = std::io::repeat(1).take(1 << 20);
+        send_all(&mut input, &FrameSender::new(host, UNLIMITED)).unwrap();
     }
 
     #[test]
@@ -336,5 +335,20 @@ mod tests {
         };
         sender.hang_up();
         assert!(feeder.join().unwrap().is_err());
+    }
+
+    #[test]
+    fn a_request_to_a_guest_that_takes_nothing_runs_into_its_limit() {
+        let (_guest, host) = UnixStream::pair().unwrap();
+        let request = HostExec::Exec(bantam_protocol::ExecRequest {
+            argv: vec![vec![b'x'; 1 << 20]],
+            ..Default::default()
+        });
+        let sender = FrameSender::new(host, 0);
+        assert!(
+            sender
+                .send_request(&request, Duration::from_millis(20))
+                .is_err()
+        );
     }
 }

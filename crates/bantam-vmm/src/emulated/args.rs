@@ -2,7 +2,6 @@
 
 use std::ffi::OsString;
 use std::os::fd::RawFd;
-use std::path::Path;
 
 use super::tsc;
 use crate::VmConfig;
@@ -16,13 +15,26 @@ const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resour
 /// The RTC is there because a kernel that finds none waits for it for a second.
 const MACHINE: &str = "microvm,x-option-roms=off,rtc=on,isa-serial=on,acpi=off,memory-backend=ram";
 
-/// Arguments for `config` with `kernel` in the place of its kernel, and with one vhost-user socket
-/// per device, in guest order.
-pub(super) fn build(
-    config: &VmConfig,
-    kernel: &Path,
-    devices: &[(DeviceKind, RawFd)],
-) -> Vec<OsString> {
+/// The descriptors that QEMU inherits, under their own numbers: all that it may touch.
+pub(super) struct Inherited {
+    pub(super) kernel: RawFd,
+    pub(super) initramfs: RawFd,
+    /// One vhost-user socket per device, in guest order.
+    pub(super) devices: Vec<(DeviceKind, RawFd)>,
+}
+
+impl Inherited {
+    pub(super) fn all(&self) -> Vec<RawFd> {
+        let devices = self.devices.iter().map(|(_, fd)| *fd);
+        [self.kernel, self.initramfs]
+            .into_iter()
+            .chain(devices)
+            .collect()
+    }
+}
+
+/// Arguments for `config`.
+pub(super) fn build(config: &VmConfig, inherited: &Inherited) -> Vec<OsString> {
     let mib = config.memory.mib();
     let mut args: Vec<OsString> = Vec::new();
     let mut push = |words: &[&str]| args.extend(words.iter().map(OsString::from));
@@ -39,17 +51,15 @@ pub(super) fn build(
     // The console is QEMU's serial port on this engine: its vhost-user has no console.
     push(&["-chardev", "stdio,id=console,signal=off"]);
     push(&["-serial", "chardev:console"]);
-    for (index, (kind, fd)) in devices.iter().enumerate() {
+    for (index, (kind, fd)) in inherited.devices.iter().enumerate() {
         push(&["-chardev", &format!("socket,id=c{index},fd={fd}")]);
         push(&["-device", &format!("{},chardev=c{index}", front_end(*kind))]);
     }
     let tsc = format!("tsc_early_khz={}", tsc::khz());
     let line = cmdline::build(config, &[], &["console=ttyS0", &tsc]);
     push(&["-append", &line]);
-    args.push("-kernel".into());
-    args.push(kernel.into());
-    args.push("-initrd".into());
-    args.push(config.guest.initramfs.clone().into());
+    push(&["-kernel", &format!("/proc/self/fd/{}", inherited.kernel)]);
+    push(&["-initrd", &format!("/proc/self/fd/{}", inherited.initramfs)]);
     args
 }
 
@@ -79,11 +89,13 @@ mod tests {
             engine: EngineChoice::Auto,
             extra_cmdline: Some("loglevel=7".to_owned()),
         };
-        let args = build(
-            &config,
-            Path::new("/k"),
-            &[(DeviceKind::Block, 7), (DeviceKind::Vsock, 9)],
-        );
+        let inherited = Inherited {
+            kernel: 3,
+            initramfs: 4,
+            devices: vec![(DeviceKind::Block, 7), (DeviceKind::Vsock, 9)],
+        };
+        assert_eq!(inherited.all(), [3, 4, 7, 9]);
+        let args = build(&config, &inherited);
         let text: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
         let line = text.join(" ");
         assert!(line.contains("socket,id=c0,fd=7 -device vhost-user-blk,num-queues=1,chardev=c0"));
@@ -92,7 +104,7 @@ mod tests {
         assert!(!line.contains("path="), "{line}");
         assert!(line.contains("console=ttyS0 tsc_early_khz="), "{line}");
         assert!(
-            line.contains(" loglevel=7 -kernel"),
+            line.contains(" loglevel=7 -kernel /proc/self/fd/3 -initrd /proc/self/fd/4"),
             "extra words come last: {line}"
         );
     }

@@ -12,7 +12,7 @@ mod tsc;
 use std::env;
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus};
@@ -27,7 +27,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::console::ConsoleLog;
 use crate::devices::{DeviceKind, DeviceSet};
-use crate::vm::{ExitCause, Kill, Running, StartContext};
+use crate::vm::{ExitCause, ExitGuard, Kill, Running, StartContext};
 use crate::{GuestKernel, Phase, VmConfig, VmmError};
 
 /// Names QEMU where it is not on the `PATH`.
@@ -63,7 +63,7 @@ pub(crate) fn start(config: &VmConfig, context: StartContext) -> Result<Running,
         engine: "emulated",
         reason,
     })?;
-    let kernel = KernelFile::prepare(&config.guest)?;
+    let files = BootFiles::prepare(&config.guest)?;
     let StartContext {
         devices,
         console,
@@ -72,16 +72,15 @@ pub(crate) fn start(config: &VmConfig, context: StartContext) -> Result<Running,
     } = context;
     let Wiring { servers, sockets } = Wiring::connect(devices)?;
     timeline.mark(Phase::DevicesReady);
-    let numbers: Vec<_> = sockets
-        .iter()
-        .map(|(kind, fd)| (*kind, fd.as_raw_fd()))
-        .collect();
-    let args = args::build(config, &kernel.path(), &numbers);
-    let inherited: Vec<_> = numbers
-        .iter()
-        .map(|(_, fd)| *fd)
-        .chain(kernel.fd())
-        .collect();
+    let inherited = args::Inherited {
+        kernel: files.kernel.as_raw_fd(),
+        initramfs: files.initramfs.as_raw_fd(),
+        devices: sockets
+            .iter()
+            .map(|(kind, socket)| (*kind, socket.as_raw_fd()))
+            .collect(),
+    };
+    let args = args::build(config, &inherited);
 
     let killed = Arc::new(AtomicBool::new(false));
     let (started, outcome) = mpsc::sync_channel::<io::Result<OwnedFd>>(1);
@@ -89,17 +88,10 @@ pub(crate) fn start(config: &VmConfig, context: StartContext) -> Result<Running,
     let supervisor = thread::Builder::new()
         .name("vm".to_owned())
         .spawn(move || {
-            let child = process::spawn(&qemu, &args, &inherited);
+            let child = process::spawn(&qemu, &args, &inherited.all());
             // QEMU has its own copies now; ours would hide its death from the servers.
-            drop((sockets, kernel));
-            let child = child.and_then(|child| {
-                let pid = Pid::from_child(&child);
-                Ok((
-                    rustix::process::pidfd_open(pid, PidfdFlags::empty())?,
-                    child,
-                ))
-            });
-            let child = match child {
+            drop((sockets, files));
+            let child = match child.and_then(with_pidfd) {
                 Ok((pidfd, child)) => {
                     // The receiver waits for this message, so it is there.
                     let _ = started.send(Ok(pidfd));
@@ -110,11 +102,13 @@ pub(crate) fn start(config: &VmConfig, context: StartContext) -> Result<Running,
                     return;
                 }
             };
+            let exit = ExitGuard(exit);
             let end = supervise(child, console);
             for server in servers {
                 server.stop();
             }
-            exit.set(exit_cause(end, supervisor_killed.load(Ordering::Acquire)));
+            exit.0
+                .set(exit_cause(end, supervisor_killed.load(Ordering::Acquire)));
         })
         .map_err(VmmError::io("cannot start the supervisor thread"))?;
     let pidfd = outcome
@@ -131,41 +125,53 @@ pub(crate) fn start(config: &VmConfig, context: StartContext) -> Result<Running,
     })
 }
 
-/// The kernel as QEMU can load it: without firmware that is an ELF file only, so anything else
-/// is unpacked into memory that QEMU inherits.
-enum KernelFile {
-    AsItIs(PathBuf),
-    Unpacked(File),
+/// Adds the handle through which the child can be killed without a race with its number.
+fn with_pidfd(mut child: Child) -> io::Result<(OwnedFd, Child)> {
+    match rustix::process::pidfd_open(Pid::from_child(&child), PidfdFlags::empty()) {
+        Ok(pidfd) => Ok((pidfd, child)),
+        Err(error) => {
+            // Fails only if it has ended; then there is nothing to kill, and it is reaped anyway.
+            let _ = child.kill();
+            let _ = child.wait();
+            Err(error.into())
+        }
+    }
 }
 
-impl KernelFile {
+/// Kernel and initramfs as QEMU inherits them. Without firmware QEMU loads ELF kernels only, so
+/// anything else is unpacked into memory.
+struct BootFiles {
+    kernel: File,
+    initramfs: File,
+}
+
+impl BootFiles {
     fn prepare(guest: &GuestKernel) -> Result<Self, VmmError> {
         let kernel = guest.open()?;
-        let Some(elf) = kernel.unpacked() else {
-            return Ok(Self::AsItIs(guest.kernel.clone()));
-        };
-        let fail = || VmmError::io("cannot unpack the kernel into memory");
-        let memory = rustix::fs::memfd_create("kernel", MemfdFlags::CLOEXEC)
-            .map_err(io::Error::from)
-            .map_err(fail())?;
-        let mut file = File::from(memory);
-        file.write_all(elf).map_err(fail())?;
-        Ok(Self::Unpacked(file))
+        Ok(Self {
+            kernel: match kernel.unpacked() {
+                None => open("kernel", &guest.kernel)?,
+                Some(elf) => memory_file(elf)
+                    .map_err(VmmError::io("cannot unpack the kernel into memory"))?,
+            },
+            initramfs: open("initramfs", &guest.initramfs)?,
+        })
     }
+}
 
-    fn fd(&self) -> Option<RawFd> {
-        match self {
-            Self::AsItIs(_) => None,
-            Self::Unpacked(file) => Some(file.as_raw_fd()),
-        }
-    }
+fn memory_file(content: &[u8]) -> io::Result<File> {
+    let memory = rustix::fs::memfd_create("kernel", MemfdFlags::CLOEXEC)?;
+    let mut file = File::from(memory);
+    file.write_all(content)?;
+    Ok(file)
+}
 
-    fn path(&self) -> PathBuf {
-        match self {
-            Self::AsItIs(path) => path.clone(),
-            Self::Unpacked(file) => format!("/proc/self/fd/{}", file.as_raw_fd()).into(),
-        }
-    }
+fn open(what: &'static str, path: &Path) -> Result<File, VmmError> {
+    File::open(path).map_err(|source| VmmError::File {
+        what,
+        path: path.to_path_buf(),
+        source,
+    })
 }
 
 /// The devices' ends of the vhost-user sockets, and the ends for QEMU.
@@ -214,42 +220,57 @@ struct End {
 /// Drains QEMU's output until it ends, then reaps it.
 fn supervise(mut child: Child, console: ConsoleLog) -> End {
     let complaints = ConsoleLog::new();
-    let readers: Vec<_> = [
-        child.stdout.take().map(|pipe| drain(pipe, console)),
+    let pipes: [Option<(Box<dyn Read + Send>, ConsoleLog)>; 2] = [
+        child
+            .stdout
+            .take()
+            .map(|pipe| (Box::new(pipe) as _, console)),
         child
             .stderr
             .take()
-            .map(|pipe| drain(pipe, complaints.clone())),
-    ]
-    .into_iter()
-    .flatten()
-    .collect();
-    let status = child.wait();
-    for reader in readers {
-        // A reader cannot panic; if it did, its text is what is missing.
-        let _ = reader.join();
-    }
+            .map(|pipe| (Box::new(pipe) as _, complaints.clone())),
+    ];
+    let readers: io::Result<Vec<_>> = pipes
+        .into_iter()
+        .flatten()
+        .map(|(pipe, log)| {
+            thread::Builder::new()
+                .name("console".to_owned())
+                .spawn(move || drain(pipe, log))
+        })
+        .collect();
+    let status = match readers {
+        Ok(readers) => {
+            let status = child.wait();
+            for reader in readers {
+                // A reader that panicked has lost its text, nothing else.
+                let _ = reader.join();
+            }
+            status
+        }
+        Err(error) => {
+            // Without a reader QEMU would stall on its output.
+            let _ = child.kill();
+            let _ = child.wait();
+            Err(error)
+        }
+    };
     End {
         status,
         complaint: complaints.last_lines(3).join("; "),
     }
 }
 
-fn drain(
-    mut pipe: impl Read + Send + 'static,
-    mut log: ConsoleLog,
-) -> thread::JoinHandle<io::Result<()>> {
-    thread::spawn(move || {
-        let mut buffer = [0; 4096];
-        loop {
-            match pipe.read(&mut buffer) {
-                Ok(0) => return Ok(()),
-                Ok(n) => log.write_all(&buffer[..n])?,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
+fn drain(mut pipe: impl Read, mut log: ConsoleLog) {
+    let mut buffer = [0; 4096];
+    loop {
+        match pipe.read(&mut buffer) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Ok(0) | Err(_) => return,
+            // Writing to memory cannot fail.
+            Ok(count) => drop(log.write_all(&buffer[..count])),
         }
-    })
+    }
 }
 
 fn exit_cause(end: End, killed: bool) -> ExitCause {
@@ -260,6 +281,6 @@ fn exit_cause(end: End, killed: bool) -> ExitCause {
             ExitCause::Failed(format!("QEMU ended with {status}"))
         }
         Ok(status) => ExitCause::Failed(format!("QEMU ended with {status}: {}", end.complaint)),
-        Err(error) => ExitCause::Failed(format!("cannot wait for QEMU: {error}")),
+        Err(error) => ExitCause::Failed(format!("cannot look after QEMU: {error}")),
     }
 }

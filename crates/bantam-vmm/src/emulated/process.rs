@@ -22,6 +22,8 @@ pub(super) fn spawn(program: &Path, args: &[OsString], inherited: &[RawFd]) -> i
     command
         .args(args)
         .env_clear()
+        // A terminal's Ctrl-C is for the owner to act on, not for QEMU.
+        .process_group(0)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());

@@ -51,9 +51,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_measurements_agree() {
-        let (one, two) = (measure(), measure());
-        assert!((100_000..10_000_000).contains(&one), "{one} kHz");
-        assert!(one.abs_diff(two) * 100 < one, "{one} and {two} kHz");
+    fn the_rate_is_that_of_a_cpu() {
+        // A wide range: no test here may depend on how busy the machine is.
+        let rate = measure();
+        assert!((100_000..20_000_000).contains(&rate), "{rate} kHz");
+        assert_eq!(khz(), khz());
     }
 }

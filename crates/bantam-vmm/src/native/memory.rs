@@ -10,9 +10,8 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::{MemorySize, VmmError};
 
-/// Reserves RAM (the host gives each page when the guest first touches it) and puts it into the
-/// guest's address space. Whoever holds the result must drop `vm` first.
-pub(super) fn map(vm: &dyn Vm, size: MemorySize) -> Result<Arc<GuestRam>, VmmError> {
+/// Reserves RAM; the host gives each page when the guest first touches it.
+pub(super) fn reserve(size: MemorySize) -> Result<Arc<GuestRam>, VmmError> {
     let fail = |reason: String| VmmError::Memory {
         mib: size.mib(),
         reason,
@@ -25,20 +24,26 @@ pub(super) fn map(vm: &dyn Vm, size: MemorySize) -> Result<Arc<GuestRam>, VmmErr
         })
         .collect::<Result<Vec<_>, VmmError>>()?;
     let ram = GuestRam::from_ranges(&ranges).map_err(|error| fail(error.to_string()))?;
+    Ok(Arc::new(ram))
+}
+
+/// Puts reserved RAM into the guest's address space.
+///
+/// # Safety
+/// `ram` must outlive `vm` and all its vCPUs.
+pub(super) unsafe fn map(vm: &dyn Vm, ram: &GuestRam) -> Result<(), VmmError> {
     for (slot, region) in (0..).zip(ram.iter()) {
-        let len = usize::try_from(region.len()).map_err(|error| fail(error.to_string()))?;
         let slot = MemorySlot {
             slot,
             guest_addr: region.start_addr().0,
             host_addr: region.as_ptr(),
-            len,
+            len: region.size(),
             read_only: false,
         };
-        // SAFETY: the region is mapped readable and writable for as long as `ram` lives. The
-        // machine's supervisor drops the vCPUs and the `Vm` before its reference to `ram`, and on
-        // an early return from starting a machine the locals are dropped in that order, too. All
-        // access to the region goes through vm-memory's volatile accessors, never a reference.
+        // SAFETY: the region is mapped readable and writable while `ram` lives, which the caller
+        // promises to be longer than `vm`. All access to it goes through vm-memory's volatile
+        // accessors, never a reference.
         unsafe { vm.map_memory(slot) }?;
     }
-    Ok(Arc::new(ram))
+    Ok(())
 }

@@ -24,7 +24,7 @@ use bantam_hypervisor::{Hypervisor, VcpuKicker, Vm};
 use bantam_virtio::console::ConsoleDevice;
 use bantam_virtio::{GuestRam, VirtioDevice};
 
-use crate::vm::{ExitCause, ExitLatch, Kill, Running, StartContext};
+use crate::vm::{ExitCause, ExitGuard, Kill, Running, StartContext};
 use crate::{Phase, Timeline, VmConfig, VmmError, cmdline};
 use bus::Bus;
 
@@ -45,12 +45,12 @@ fn start_on(
         timeline,
     } = context;
     let cpus = u32::from(config.cpus);
-    // Declared before `vm`, so that an early return drops it after `vm`.
-    let ram: Arc<GuestRam>;
+    // Before `vm`, so that an early return drops it after `vm`.
+    let ram = memory::reserve(config.memory)?;
     let vm: Box<dyn Vm> = hypervisor.create_vm(&bantam_hypervisor::VmConfig::new(cpus))?;
     timeline.mark(Phase::VmCreated);
 
-    ram = memory::map(vm.as_ref(), config.memory)?;
+    map_ram(vm.as_ref(), &ram)?;
     let mut devices: Vec<(_, Box<dyn VirtioDevice>)> = devices
         .into_devices()
         .map(|(kind, device)| (kind.name(), device))
@@ -73,7 +73,7 @@ fn start_on(
     };
     let supervisor = thread::Builder::new()
         .name("vm".to_owned())
-        .spawn(move || machine.supervise(&ended, &exit))
+        .spawn(move || machine.supervise(&ended, &ExitGuard(exit)))
         .map_err(VmmError::io("cannot start the supervisor thread"))?;
     Ok(Running {
         machine: Box::new(Native {
@@ -81,6 +81,13 @@ fn start_on(
         }),
         supervisor,
     })
+}
+
+#[allow(unsafe_code)] // the order of drops, which is this module's to guarantee
+fn map_ram(vm: &dyn Vm, ram: &GuestRam) -> Result<(), VmmError> {
+    // SAFETY: `start_on` declares its reference to the RAM before the `Vm`, and `Machine::supervise`
+    // drops the vCPUs and the `Vm` before its own, so the RAM outlives both on every path.
+    unsafe { memory::map(vm, ram) }
 }
 
 /// Puts kernel, initramfs and boot data into RAM.
@@ -121,7 +128,7 @@ struct Machine {
 }
 
 impl Machine {
-    fn supervise(self, ended: &Receiver<ExitCause>, exit: &ExitLatch) {
+    fn supervise(self, ended: &Receiver<ExitCause>, exit: &ExitGuard) {
         // The vCPU threads hold senders, so there is always a cause.
         let cause = ended.recv().unwrap_or(ExitCause::Killed);
         let Self {
@@ -135,7 +142,7 @@ impl Machine {
         drop(vm);
         drop(bus);
         drop(ram);
-        exit.set(cause);
+        exit.0.set(cause);
     }
 }
 
@@ -187,7 +194,7 @@ impl Drop for Vcpus {
             kicker.kick();
         }
         for thread in self.threads.drain(..) {
-            // A panic in a vCPU thread has been reported by the hook; the machine ends anyway.
+            // A thread that panicked has sent that as its cause.
             let _ = thread.join();
         }
     }

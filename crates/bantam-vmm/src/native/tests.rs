@@ -10,6 +10,7 @@ use tempfile::NamedTempFile;
 
 use super::*;
 use crate::devices::DeviceSet;
+use crate::vm::ExitLatch;
 use crate::{ConsoleLog, EngineChoice, GuestKernel, MemorySize};
 
 /// An ELF file that is just enough for the loader: one page of code and a PVH entry note.
@@ -84,9 +85,11 @@ impl Bench {
         (running, exit, console)
     }
 
-    /// Runs the script of vCPU 0 to its end.
+    /// Runs the script of vCPU 0 to its end; vCPU 1, if there is one, waits.
     fn run(&self, script: &[Step]) -> (ExitCause, Vec<Call>, ConsoleLog) {
-        let hypervisor = MockHypervisor::new().script(0, script.iter().cloned());
+        let hypervisor = MockHypervisor::new()
+            .script(0, script.iter().cloned())
+            .script(1, [Step::UntilKicked]);
         let (running, exit, console) = self.start(&hypervisor);
         let cause = exit.wait(Some(Duration::from_secs(10))).unwrap();
         drop(running);

@@ -33,11 +33,26 @@ pub(super) fn spawn(
     thread::Builder::new()
         .name(format!("vcpu{id}"))
         .spawn(move || {
-            let cause = run(binder, &shared);
-            // The supervisor may already be past waiting: the first cause is what counts.
-            let _ = shared.events.send(cause);
+            let mut end = End {
+                events: shared.events.clone(),
+                cause: ExitCause::Failed(format!("the thread of vCPU {id} panicked")),
+            };
+            end.cause = run(binder, &shared);
         })
         .map_err(VmmError::io("cannot start a vCPU thread"))
+}
+
+/// Tells the supervisor why a vCPU ended, also when its thread panics.
+struct End {
+    events: Sender<ExitCause>,
+    cause: ExitCause,
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        // The supervisor may already be past waiting: the first cause is what counts.
+        let _ = self.events.send(self.cause.clone());
+    }
 }
 
 fn run(binder: Box<dyn VcpuBinder>, shared: &Shared) -> ExitCause {
