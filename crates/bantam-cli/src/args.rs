@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bantam::{EngineChoice, Home, Platform, PullPolicy};
+use bantam::{EngineChoice, Exec, Home, MachineBuilder, Platform, PullPolicy};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::failure::Failure;
@@ -17,6 +17,19 @@ pub(crate) struct Cli {
     pub(crate) global: Global,
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+impl Cli {
+    /// A caller that wants its result as JSON wants errors so, too.
+    pub(crate) fn error_format(&self) -> ErrorFormat {
+        match &self.command {
+            Command::Run(args)
+            | Command::Machine {
+                command: MachineCommand::Run(args),
+            } if args.json => ErrorFormat::Json,
+            _ => self.global.error_format,
+        }
+    }
 }
 
 const EXAMPLES: &str = "\
@@ -105,10 +118,7 @@ pub(crate) struct RunArgs {
     #[arg(short = 'I', long, value_name = "IMAGE")]
     pub(crate) image: String,
     /// The command; without one, the image's own
-    #[arg(
-        trailing_var_arg = true,
-        value_name = "CMD"
-    )]
+    #[arg(trailing_var_arg = true, value_name = "CMD")]
     pub(crate) command: Vec<OsString>,
 
     /// Pass standard input to the command
@@ -121,7 +131,7 @@ pub(crate) struct RunArgs {
         value_name = "NAME[=VALUE]",
         help_heading = "Command"
     )]
-    pub(crate) env: Vec<String>,
+    pub(crate) env: Vec<OsString>,
     /// Working directory of the command
     #[arg(short = 'w', long, value_name = "DIR", help_heading = "Command")]
     pub(crate) workdir: Option<OsString>,
@@ -136,7 +146,7 @@ pub(crate) struct RunArgs {
     pub(crate) timeout: Option<Duration>,
 
     /// Number of vCPUs
-    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Machine")]
+    #[arg(long, value_name = "N", default_value_t = MachineBuilder::DEFAULT_CPUS, help_heading = "Machine")]
     pub(crate) cpus: u8,
     /// Memory in MiB
     #[arg(
@@ -174,9 +184,13 @@ pub(crate) struct RunArgs {
     #[arg(long, alias = "oci-platform", value_name = "OS/ARCH", value_parser = Platform::parse, help_heading = "Image")]
     pub(crate) platform: Option<Platform>,
 
-    /// One JSON object on standard output instead of the command's bytes
+    /// One JSON object on standard output instead of the command's bytes; errors are JSON, too
     #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,
+    /// With --json: keep at most so many bytes of each stream
+    #[arg(long, value_name = "BYTES", default_value_t = Exec::MAX_OUTPUT, requires = "json",
+        hide_default_value = true, help_heading = "Output")]
+    pub(crate) max_output: u64,
     /// Show when each phase was reached
     #[arg(long, help_heading = "Output")]
     pub(crate) timings: bool,
@@ -251,7 +265,11 @@ mod tests {
 
     #[test]
     fn an_unknown_option_before_the_command_is_no_command() {
-        for words in [&["--no-such"][..], &["--no-such", "--", "ls"], &["-Z", "ls"]] {
+        for words in [
+            &["--no-such"][..],
+            &["--no-such", "--", "ls"],
+            &["-Z", "ls"],
+        ] {
             let all = ["bantam", "run", "-I", "x"].iter().chain(words);
             assert!(Cli::try_parse_from(all).is_err(), "{words:?}");
         }

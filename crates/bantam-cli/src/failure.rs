@@ -1,7 +1,7 @@
 //! How bantam's own failures are reported.
 
 use std::error::Error as _;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 
 use serde::Serialize;
 
@@ -43,6 +43,8 @@ impl Failure {
         match self {
             Self::Library(error) => error.exit_code(),
             Self::Usage(_) => 2,
+            // What a program killed by SIGPIPE gives, which is what everyone expects here.
+            Self::Output(error) if error.kind() == ErrorKind::BrokenPipe => 141,
             Self::Output(_) => 125,
         }
     }
@@ -50,7 +52,7 @@ impl Failure {
     /// Writes it to standard error. A closed standard output (`| head`) is no news.
     pub(crate) fn report(&self, format: ErrorFormat) {
         if let Self::Output(error) = self
-            && error.kind() == std::io::ErrorKind::BrokenPipe
+            && error.kind() == ErrorKind::BrokenPipe
         {
             return;
         }
@@ -63,7 +65,7 @@ impl Failure {
     }
 
     fn text(&self) -> String {
-        let mut text = format!("error: {}", self.message());
+        let mut text = format!("error: {}", printable(&self.message()));
         let console = self.console();
         if !console.is_empty() {
             text.push_str("\nlast lines of the guest's console:");
@@ -133,5 +135,37 @@ impl Failure {
             Self::Library(error) => error.console(),
             Self::Usage(_) | Self::Output(_) => &[],
         }
+    }
+}
+
+/// Messages quote guests, images and registries; none of them may talk to the terminal.
+fn printable(text: &str) -> String {
+    let mut shown = String::new();
+    for c in text.chars() {
+        if c.is_control() && c != '\n' && c != '\t' {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+    }
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_cannot_talk_to_the_terminal() {
+        let failure = Failure::Usage("bad \x1b[31mred\x07".into());
+        assert!(!failure.text().contains(['\x1b', '\x07']));
+        assert!(failure.text().starts_with("error: bad \\u{1b}[31mred"));
+    }
+
+    #[test]
+    fn a_reader_that_went_away_is_141_as_with_sigpipe() {
+        let failure = |kind: ErrorKind| Failure::Output(kind.into()).exit_code();
+        assert_eq!(failure(ErrorKind::BrokenPipe), 141);
+        assert_eq!(failure(ErrorKind::StorageFull), 125);
     }
 }

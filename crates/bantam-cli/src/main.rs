@@ -18,7 +18,7 @@ use failure::Failure;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let format = cli.global.error_format;
+    let format = cli.error_format();
     let result = match cli.command {
         Command::Run(args)
         | Command::Machine {

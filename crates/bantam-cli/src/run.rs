@@ -1,10 +1,11 @@
 //! `bantam run`.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::time::Instant;
 
-use bantam::{Availability, EngineKind, Exec, Finished, Machine, Timeline, probe_engines};
+use bantam::{Availability, EngineKind, Exec, Machine, Report, Timeline, probe_engines};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use serde::Serialize;
@@ -52,20 +53,18 @@ pub(crate) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
         return run_json(machine, exec, &args, notes, started);
     }
     let finished = exec.pipe(&mut io::stdout().lock(), &mut io::stderr());
-    let image = machine.image().digest.clone();
     let report = machine.kill();
-    if args.timings {
-        let _ = write!(
-            io::stderr(),
-            "{}",
-            timings_table(&report.timeline, report.engine, &image)
-        );
-    }
-    finished.map(code).map_err(output_failure)
+    show_timings(&args, &machine, &report);
+    let finished = finished.map_err(output_failure)?;
+    Ok(finished.status.exit_code())
 }
 
-fn code(finished: Finished) -> u8 {
-    finished.status.exit_code()
+fn show_timings(args: &RunArgs, machine: &Machine, report: &Report) {
+    if args.timings {
+        let table = timings_table(&report.timeline, report.engine, &machine.image().digest);
+        // A closed standard error does not matter.
+        let _ = write!(io::stderr(), "{table}");
+    }
 }
 
 /// A closed standard output is the reader's choice, not an error to explain.
@@ -79,19 +78,24 @@ fn output_failure(error: bantam::Error) -> Failure {
 }
 
 /// `NAME=value`, or `NAME` for the value it has here; a `NAME` that is not set here is left out.
-fn environment(entries: &[String]) -> Result<Vec<(OsString, OsString)>, Failure> {
+fn environment(entries: &[OsString]) -> Result<Vec<(OsString, OsString)>, Failure> {
     let mut env = Vec::new();
     for entry in entries {
-        let (name, value) = match entry.split_once('=') {
-            Some((name, value)) => (name, Some(OsString::from(value))),
-            None => (entry.as_str(), std::env::var_os(entry)),
+        let bytes = entry.as_bytes();
+        let (name, value) = match bytes.iter().position(|&byte| byte == b'=') {
+            Some(at) => {
+                let value = OsStr::from_bytes(&bytes[at + 1..]);
+                (OsStr::from_bytes(&bytes[..at]), Some(value.to_owned()))
+            }
+            None => (entry.as_os_str(), std::env::var_os(entry)),
         };
         if name.is_empty() {
             return Err(Failure::Usage(format!(
-                "-e '{entry}' names no variable: use NAME=value"
+                "-e '{}' names no variable: use NAME=value",
+                entry.display()
             )));
         }
-        env.extend(value.map(|value| (name.into(), value)));
+        env.extend(value.map(|value| (name.to_owned(), value)));
     }
     Ok(env)
 }
@@ -143,6 +147,8 @@ struct RunObject<'a> {
     exit_code: u8,
     #[serde(flatten)]
     output: Streams,
+    stdout_bytes: u64,
+    stderr_bytes: u64,
     truncated: bool,
     timed_out: bool,
     signal: Option<u8>,
@@ -198,15 +204,16 @@ fn run_json(
     notes: Vec<String>,
     started: Instant,
 ) -> Outcome {
-    let output = exec.output()?;
-    let digest = machine.image().digest.clone();
+    let output = exec.max_output(args.max_output).output()?;
     let report = machine.kill();
     let status = output.status;
     let object = RunObject {
         ok: status.success(),
         exit_code: status.exit_code(),
         output: Streams::new(output.stdout, output.stderr),
-        truncated: false,
+        stdout_bytes: output.stdout_bytes,
+        stderr_bytes: output.stderr_bytes,
+        truncated: output.truncated,
         timed_out: status.timed_out,
         signal: status.signal,
         oom: status.oom,
@@ -224,13 +231,7 @@ fn run_json(
         .and_then(|()| stdout.write_all(b"\n"))
         .and_then(|()| stdout.flush())
         .map_err(Failure::Output)?;
-    if args.timings {
-        let _ = write!(
-            io::stderr(),
-            "{}",
-            timings_table(&report.timeline, report.engine, &digest)
-        );
-    }
+    show_timings(args, &machine, &report);
     Ok(status.exit_code())
 }
 
