@@ -89,6 +89,20 @@ pub enum Error {
         /// The image.
         image: String,
     },
+    /// No image of the store has this name or digest.
+    #[error("{image}: no such image in the store")]
+    NoSuchImage {
+        /// What was asked for.
+        image: String,
+    },
+    /// The image cannot be removed while it is used.
+    #[error("{image}: in use by {user}")]
+    InUse {
+        /// The image.
+        image: String,
+        /// Who uses it.
+        user: String,
+    },
     /// The registry refused, or could not be talked to.
     #[error("{what}: {why}")]
     Registry {
@@ -111,6 +125,17 @@ impl Error {
         move |source| Error::Io {
             what: format!("cannot {verb} {}", path.display()),
             source,
+        }
+    }
+
+    /// Says where, for a file operation that only knows what it did.
+    pub(crate) fn at(self, dir: &Path) -> Error {
+        match self {
+            Error::Io { what, source } => Error::Io {
+                what: format!("{what} in {}", dir.display()),
+                source,
+            },
+            other => other,
         }
     }
 

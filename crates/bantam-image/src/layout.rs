@@ -15,8 +15,8 @@ use crate::error::{Error, Result};
 use crate::layer::{Bounded, Compression, EntryKind, TarReader, decoder, read_failed};
 use crate::limits::{Limits, MAX_ARCHIVE_ENTRIES, MAX_DOCUMENT};
 use crate::manifest::{
-    Chosen, Descriptor, Document, Documents, Layer, OCI_INDEX, check_document_size, choose_named,
-    diff_ids, parse_config,
+    Chosen, Descriptor, Document, Documents, Layer, OCI_CONFIG, OCI_INDEX, Received,
+    check_document_size, choose_named, diff_ids, parse_config,
 };
 use crate::platform::Platform;
 use crate::reference::Reference;
@@ -40,6 +40,17 @@ pub(crate) trait Files: Sync {
 }
 
 impl<F: Files> Layout<F> {
+    /// The names its images have, each once.
+    pub(crate) fn names(&self) -> Result<Vec<String>> {
+        let index = read_document(&self.files, "index.json")?;
+        let what = format!("{}: index.json", self.what);
+        let Document::Index(entries) = Document::parse(&what, &index, OCI_INDEX)? else {
+            return Ok(Vec::new());
+        };
+        let names = entries.iter().filter_map(Descriptor::name);
+        Ok(unique(names.map(str::to_owned).collect()))
+    }
+
     /// Chooses an image of the layout.
     pub(crate) fn choose(&self, wanted: &Wanted<'_>) -> Result<Chosen> {
         let index = read_document(&self.files, "index.json")?;
@@ -98,6 +109,12 @@ fn read_document(files: &dyn Files, path: &str) -> Result<Vec<u8>> {
         .map_err(read_failed(path))?;
     check_document_size(path, bytes.len() as u64)?;
     Ok(bytes)
+}
+
+fn unique(mut names: Vec<String>) -> Vec<String> {
+    names.sort();
+    names.dedup();
+    names
 }
 
 /// A directory's files.
@@ -292,17 +309,31 @@ struct SavedImage {
 }
 
 impl DockerSave {
+    /// The names its images have, each once.
+    pub(crate) fn names(&self) -> Result<Vec<String>> {
+        let images = self.images()?;
+        Ok(unique(
+            images
+                .into_iter()
+                .flat_map(|image| image.repo_tags)
+                .collect(),
+        ))
+    }
+
+    fn images(&self) -> Result<Vec<SavedImage>> {
+        let bytes = read_document(&self.0, "manifest.json")?;
+        serde_json::from_slice(&bytes).map_err(|e| {
+            Error::malformed(
+                &self.0.what,
+                format!("manifest.json is not what docker save writes: {e}"),
+            )
+        })
+    }
+
     /// Chooses an image. Its digest is that of its configuration: Docker's image ID.
     pub(crate) fn choose(&self, wanted: &Wanted<'_>) -> Result<(Chosen, Vec<String>)> {
         let what = &self.0.what;
-        let bytes = read_document(&self.0, "manifest.json")?;
-        let images: Vec<SavedImage> = serde_json::from_slice(&bytes).map_err(|e| {
-            Error::malformed(
-                what,
-                format!("manifest.json is not what docker save writes: {e}"),
-            )
-        })?;
-        let image = self.pick(images, wanted.name)?;
+        let image = self.pick(self.images()?, wanted.name)?;
         if image.layers.len() > wanted.limits.layers {
             return Err(Error::Limit {
                 what: what.clone(),
@@ -333,9 +364,15 @@ impl DockerSave {
             .collect();
         Ok((
             Chosen {
-                digest,
+                digest: digest.clone(),
                 layers,
                 config,
+                manifest: None,
+                config_document: Received {
+                    digest,
+                    media_type: OCI_CONFIG.to_owned(),
+                    bytes,
+                },
             },
             image.layers,
         ))

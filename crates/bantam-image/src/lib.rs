@@ -64,4 +64,7 @@ pub use progress::{Layer, NoProgress, Progress, Stage};
 pub use reference::{DOCKER_HUB, Reference};
 pub use registry::Registries;
 pub use source::ImageSource;
-pub use store::{Image, PullPolicy, ResolveOptions, Store};
+pub use store::{
+    BlobInfo, Image, ImageDetails, Loaded, Pruned, PullPolicy, Removed, ResolveOptions, Store,
+    StoredImage, Usage,
+};

@@ -16,13 +16,13 @@ pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+jso
 pub(crate) const DOCKER_LIST: &str = "application/vnd.docker.distribution.manifest.list.v2+json";
 pub(crate) const DOCKER_MANIFEST: &str = "application/vnd.docker.distribution.manifest.v2+json";
 const DOCKER_SCHEMA1: &str = "application/vnd.docker.distribution.manifest.v1+";
-const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+pub(crate) const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 const DOCKER_CONFIG: &str = "application/vnd.docker.container.image.v1+json";
 
 /// The annotation that names an image in a layout.
-const REF_NAME: &str = "org.opencontainers.image.ref.name";
+pub(crate) const REF_NAME: &str = "org.opencontainers.image.ref.name";
 /// The full reference that containerd and Docker write beside it.
-const CONTAINERD_NAME: &str = "io.containerd.image.name";
+pub(crate) const CONTAINERD_NAME: &str = "io.containerd.image.name";
 
 /// Points at a blob.
 #[derive(Clone, Debug, Deserialize)]
@@ -77,7 +77,7 @@ impl Descriptor {
         self.annotation(REF_NAME) == Some(name) || self.annotation(CONTAINERD_NAME) == Some(name)
     }
 
-    fn name(&self) -> Option<&str> {
+    pub(crate) fn name(&self) -> Option<&str> {
         self.annotation(CONTAINERD_NAME)
             .or_else(|| self.annotation(REF_NAME))
     }
@@ -86,6 +86,7 @@ impl Descriptor {
 /// An image manifest.
 #[derive(Clone, Debug)]
 pub(crate) struct Manifest {
+    media_type: String,
     pub(crate) config: Descriptor,
     pub(crate) layers: Vec<Descriptor>,
 }
@@ -182,7 +183,9 @@ impl Document {
                 why: format!("an artifact of type {kind}, not a container image"),
             });
         }
+        let media_type = if kind.is_empty() { OCI_MANIFEST } else { kind };
         Ok(Self::Manifest(Manifest {
+            media_type: media_type.to_owned(),
             config,
             layers: raw.layers.unwrap_or_default(),
         }))
@@ -204,6 +207,17 @@ pub(crate) struct Chosen {
     /// From the bottom.
     pub(crate) layers: Vec<Layer>,
     pub(crate) config: ConfigFile,
+    /// `docker save` archives have none.
+    pub(crate) manifest: Option<Received>,
+    pub(crate) config_document: Received,
+}
+
+/// A document as it was received, checked.
+#[derive(Debug)]
+pub(crate) struct Received {
+    pub(crate) digest: Digest,
+    pub(crate) media_type: String,
+    pub(crate) bytes: Vec<u8>,
 }
 
 /// A layer of a chosen image.
@@ -360,14 +374,14 @@ impl Chooser<'_> {
     fn entry(&mut self, entry: &Descriptor, depth: usize, only: bool) -> Result<Option<Chosen>> {
         let digest = entry.digest()?;
         let what = format!("{}: manifest {digest}", self.what);
-        let (bytes, announced) = self.source.manifest(entry)?;
-        check(&what, entry, &digest, &bytes)?;
+        let (manifest_bytes, announced) = self.source.manifest(entry)?;
+        check(&what, entry, &digest, &manifest_bytes)?;
         let announced = if announced.is_empty() {
             &entry.media_type
         } else {
             &announced
         };
-        let manifest = match Document::parse(&what, &bytes, announced) {
+        let manifest = match Document::parse(&what, &manifest_bytes, announced) {
             Ok(Document::Index(entries)) => return self.among(&entries, depth + 1),
             Ok(Document::Manifest(manifest)) => manifest,
             // Beside images an index may list artifacts.
@@ -404,9 +418,19 @@ impl Chooser<'_> {
             })
             .collect();
         Ok(Some(Chosen {
-            digest,
+            digest: digest.clone(),
             layers,
             config,
+            manifest: Some(Received {
+                digest,
+                media_type: manifest.media_type,
+                bytes: manifest_bytes,
+            }),
+            config_document: Received {
+                digest: config_digest,
+                media_type: manifest.config.media_type,
+                bytes,
+            },
         }))
     }
 }

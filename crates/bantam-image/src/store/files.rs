@@ -1,14 +1,13 @@
 //! Reading and publishing files of the store.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::write_synced;
 use crate::convert::LayerBlobs;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
@@ -81,13 +80,19 @@ pub(crate) fn publish(from: &Path, to: &Path) -> Result<()> {
     sync_dir(parent)
 }
 
-fn sync_dir(path: &Path) -> Result<()> {
+pub(super) fn sync_dir(path: &Path) -> Result<()> {
     File::open(path)
         .and_then(|dir| dir.sync_all())
         .map_err(Error::path("sync", path))
 }
 
-/// Layers as registries hold them.
+/// Writes all of `bytes` and syncs.
+pub(super) fn write_synced(file: &mut File, bytes: &[u8]) -> io::Result<()> {
+    file.write_all(bytes)?;
+    file.sync_all()
+}
+
+/// Manifests, configurations and layers as registries hold them.
 pub(crate) struct BlobDir(PathBuf);
 
 impl BlobDir {

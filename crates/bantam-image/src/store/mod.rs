@@ -1,43 +1,69 @@
 //! The image store: content-addressed, shared by all processes of a user.
 //!
 //! ```text
-//! images/v1/<digest>/rootfs.erofs   a finished image
-//! images/v1/<digest>/image.json     its configuration and size
-//! blobs/<algorithm>/<hex>           layers as registries hold them
-//! refs/<hash>.json                  what a registry reference last meant
+//! images/v1/<digest>/rootfs.erofs   a finished image; a shared lock on it is a lease
+//! images/v1/<digest>/image.json     its configuration, size and blobs
+//! blobs/<algorithm>/<hex>           manifests, configurations and layers as registries hold them
+//! refs/<hash>.json                  what a name last meant, by reference and platform
 //! sources/<hash>.json               what a local file held, by path, inode, size and times
+//! pins/<hash>.json                  an image that must stay although no process uses it
 //! locks/                            one lock file for each thing that is made only once
 //! tmp/                              unfinished work; each piece is locked by the process that does it
 //! ```
 //!
 //! Things appear under their names complete and synced, by rename. A process that is killed leaves only its
 //! directory in `tmp`, which the next one to work there removes, as it finds it unlocked.
+//!
+//! # What is kept
+//!
+//! The blobs of an image that was pulled or loaded stay beside the EROFS file made from them: layers are shared
+//! between images, a moved tag fetches only what is new, and [`Store::save`] needs them. An image that was made from
+//! a root directory has no blobs, and one that was only run from an archive keeps none: the archive has them.
+//! [`Store::list`] tells the space of the two apart, and what of it other images share.
+//!
+//! # What goes, and when
+//!
+//! Only [`Store::remove`] and [`Store::prune`] remove anything that is whole. They hold `locks/store` exclusively;
+//! whoever adds holds it shared, from before the first blob until the image that names it is there. So a blob without
+//! an image is garbage whenever they look. An [`Image`] holds a lease from the moment it was found or made: it is
+//! not removed before it and its clones are dropped, or their process is dead. Finding an image takes no other lock
+//! and writes nothing. Names go before images, and images before blobs, so that being killed in between leaves
+//! nothing but garbage for the next prune.
 
+mod content;
 mod files;
+mod lease;
+mod list;
+mod load;
+mod remove;
+mod resolve;
+mod save;
 mod work;
 
-use std::fs::{self, File};
-use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+pub use self::content::BlobInfo;
+use self::content::Content;
 pub(crate) use self::files::{BlobDir, publish};
+use self::lease::Lease;
+pub use self::list::{ImageDetails, StoredImage, Usage};
+pub use self::load::Loaded;
+pub use self::remove::{Pruned, Removed};
+use self::resolve::Job;
 pub(crate) use self::work::{WorkDir, lock};
 use crate::config::ImageConfig;
-use crate::convert::{LayerBlobs, layers_to_erofs};
 use crate::digest::Digest;
-use crate::erofs::Summary;
 use crate::error::{Error, Result};
-use crate::layout::{self, Archive, Opened, SavedLayers, Wanted};
 use crate::limits::Limits;
-use crate::manifest::Chosen;
 use crate::platform::Platform;
 use crate::progress::Progress;
 use crate::reference::Reference;
-use crate::registry::{self, Registries};
-use crate::rootdir;
+use crate::registry::Registries;
 use crate::source::ImageSource;
 
 /// When to ask a registry.
@@ -67,7 +93,7 @@ pub struct ResolveOptions {
     pub registries: Registries,
 }
 
-/// An image that is ready to boot from.
+/// An image that is ready to boot from. It is not removed from the store while this or a clone of it lives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
     /// The manifest's digest. For `docker save` archives that of the configuration (the image ID), for a root
@@ -79,22 +105,32 @@ pub struct Image {
     pub size: u64,
     /// What to run in it.
     pub config: ImageConfig,
+    lease: Lease,
 }
 
 /// `image.json`.
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 struct Record {
     digest: String,
     size: u64,
     config: ImageConfig,
+    /// When the image was made; unix seconds.
+    #[serde(default)]
+    added_at: u64,
+    /// The blobs in the store that belong to the image.
+    #[serde(default)]
+    content: Option<Content>,
 }
 
-/// `refs/*.json` and `sources/*.json`.
+/// `refs/*.json`, `sources/*.json` and `pins/*.json`.
 #[derive(Serialize, Deserialize)]
 struct Pointer {
     /// What the file's name is the hash of, for people.
     key: String,
     digest: String,
+    /// When it was written; unix seconds.
+    #[serde(default)]
+    at: u64,
 }
 
 /// A directory of images.
@@ -131,18 +167,22 @@ impl Store {
         options: &ResolveOptions,
         progress: &dyn Progress,
     ) -> Result<Image> {
-        let job = Job {
-            store: self,
-            options,
-            progress,
+        Job::new(self, options, progress).resolve(source)
+    }
+
+    /// Asks the registry what `reference` means now, whatever [`ResolveOptions::pull`] says, and makes that image
+    /// ready, its blobs included.
+    pub fn pull(
+        &self,
+        reference: &Reference,
+        options: &ResolveOptions,
+        progress: &dyn Progress,
+    ) -> Result<Image> {
+        let options = ResolveOptions {
+            pull: PullPolicy::Always,
+            ..options.clone()
         };
-        match source {
-            ImageSource::Registry(reference) => job.registry(reference),
-            ImageSource::OciLayoutDir(path) => job.layout_dir(path),
-            ImageSource::Archive(path) => job.archive(path),
-            ImageSource::Stdin => job.stdin(),
-            ImageSource::RootDir(path) => job.root_dir(path),
-        }
+        Job::keeping(self, &options, progress).registry(reference)
     }
 
     /// The image with this digest, if it is here and whole.
@@ -151,24 +191,32 @@ impl Store {
     }
 
     fn find(&self, digest: &Digest) -> Result<Option<Image>> {
+        Ok(self.find_with_record(digest)?.map(|(image, _)| image))
+    }
+
+    fn find_with_record(&self, digest: &Digest) -> Result<Option<(Image, Record)>> {
         let dir = self.image_dir(digest);
-        let Some(record) = files::read_json::<Record>(&dir.join("image.json"))? else {
+        let rootfs = dir.join("rootfs.erofs");
+        let Some((lease, len)) = Lease::take(&rootfs)? else {
             return Ok(None);
         };
-        let rootfs = dir.join("rootfs.erofs");
-        match fs::metadata(&rootfs) {
-            Ok(meta) if meta.len() == record.size && record.digest == digest.to_string() => {
-                Ok(Some(Image {
-                    digest: record.digest,
+        match files::read_json::<Record>(&dir.join("image.json"))? {
+            Some(record) if len == record.size && record.digest == digest.to_string() => {
+                let image = Image {
+                    digest: record.digest.clone(),
                     rootfs,
                     size: record.size,
-                    config: record.config,
-                }))
+                    config: record.config.clone(),
+                    lease,
+                };
+                Ok(Some((image, record)))
             }
-            Ok(_) => Ok(None),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Error::path("look at", &rootfs)(e)),
+            _ => Ok(None),
         }
+    }
+
+    fn blobs(&self) -> BlobDir {
+        BlobDir::new(self.dir.join("blobs"))
     }
 
     fn image_dir(&self, digest: &Digest) -> PathBuf {
@@ -194,6 +242,7 @@ impl Store {
         let pointer = Pointer {
             key: key.to_owned(),
             digest: digest.to_owned(),
+            at: now(),
         };
         let work = WorkDir::new(&self.dir)?;
         let temporary = work.path().join("pointer.json");
@@ -202,217 +251,9 @@ impl Store {
     }
 }
 
-/// One call of [`Store::resolve`].
-struct Job<'a> {
-    store: &'a Store,
-    options: &'a ResolveOptions,
-    progress: &'a dyn Progress,
-}
-
-impl Job<'_> {
-    fn wanted(&self) -> Wanted<'_> {
-        Wanted {
-            name: self.options.ref_name.as_deref(),
-            platform: &self.options.platform,
-            limits: &self.options.limits,
-        }
-    }
-
-    fn registry(&self, reference: &Reference) -> Result<Image> {
-        let key = format!("{reference} {}", self.options.platform);
-        // A manifest's digest says all there is to say, wherever the image came from.
-        if self.options.pull != PullPolicy::Always
-            && let Some(digest) = reference.digest()
-            && let Some(image) = self.store.find(digest)?
-        {
-            return Ok(image);
-        }
-        if self.options.pull != PullPolicy::Always
-            && let Some(image) = self.store.recall("refs", &key)?
-        {
-            return Ok(image);
-        }
-        if self.options.pull == PullPolicy::Never {
-            return Err(Error::NotStored {
-                image: reference.to_string(),
-            });
-        }
-        let client = registry::Client::new(reference, &self.options.registries)?;
-        let chosen = client.choose(&self.options.platform, &self.options.limits)?;
-        let image = match self.store.find(&chosen.digest)? {
-            Some(image) => image,
-            None => self.once(&chosen.digest, || {
-                let blobs = files::BlobDir::new(self.store.dir.join("blobs"));
-                client.fetch(&chosen, &blobs, &self.store.dir, self.progress)?;
-                self.convert(&blobs, &chosen)
-            })?,
-        };
-        if self.store.recall("refs", &key)?.as_ref() != Some(&image) {
-            self.store.remember("refs", &key, &image.digest)?;
-        }
-        Ok(image)
-    }
-
-    fn layout_dir(&self, path: &Path) -> Result<Image> {
-        let layout = layout::open_dir(path);
-        let chosen = layout.choose(&self.wanted())?;
-        self.once(&chosen.digest, || self.convert(&layout, &chosen))
-    }
-
-    fn archive(&self, path: &Path) -> Result<Image> {
-        let what = path.display().to_string();
-        let file = File::open(path).map_err(Error::path("open", path))?;
-        let meta = file.metadata().map_err(Error::path("look at", path))?;
-        if meta.is_dir() {
-            return Err(Error::malformed(what, "a directory, not an archive"));
-        }
-        if !meta.is_file() {
-            // A pipe, say.
-            return self.open_archive(file, &what);
-        }
-        let path = fs::canonicalize(path).map_err(Error::path("resolve", path))?;
-        let key = format!(
-            "{} dev={} ino={} size={} mtime={}.{:09} ctime={}.{:09} platform={} name={:?}",
-            path.display(),
-            meta.dev(),
-            meta.ino(),
-            meta.size(),
-            meta.mtime(),
-            meta.mtime_nsec(),
-            meta.ctime(),
-            meta.ctime_nsec(),
-            self.options.platform,
-            self.options.ref_name,
-        );
-        if let Some(image) = self.store.recall("sources", &key)? {
-            return Ok(image);
-        }
-        let image = self.open_archive(file, &what)?;
-        self.store.remember("sources", &key, &image.digest)?;
-        Ok(image)
-    }
-
-    fn stdin(&self) -> Result<Image> {
-        use std::os::fd::AsFd;
-        let stdin = io::stdin()
-            .as_fd()
-            .try_clone_to_owned()
-            .map_err(Error::io("cannot read standard input"))?;
-        self.open_archive(File::from(stdin), "standard input")
-    }
-
-    fn open_archive(&self, file: File, what: &str) -> Result<Image> {
-        let work = WorkDir::new(&self.store.dir)?;
-        let file = layout::seekable(
-            file,
-            || work.create("archive.tar"),
-            what,
-            &self.options.limits,
-        )?;
-        match Archive::index(file, what)?.recognise()? {
-            Opened::Layout(layout) => {
-                let chosen = layout.choose(&self.wanted())?;
-                self.once(&chosen.digest, || self.convert(&layout, &chosen))
-            }
-            Opened::DockerSave(archive) => {
-                let (chosen, paths) = archive.choose(&self.wanted())?;
-                let layers = SavedLayers {
-                    archive: &archive,
-                    paths: &paths,
-                };
-                self.once(&chosen.digest, || self.convert(&layers, &chosen))
-            }
-        }
-    }
-
-    fn root_dir(&self, path: &Path) -> Result<Image> {
-        let dir = rootdir::RootDir::open(path, &self.store.dir)?;
-        let digest = dir.digest(&self.options.limits)?;
-        self.once(&digest, || {
-            let work = WorkDir::new(&self.store.dir)?;
-            let (image, spool) = work.image_and_spool()?;
-            let (file, summary) = dir.to_erofs(image, spool, &self.options.limits)?;
-            if dir.digest(&self.options.limits)? != digest {
-                self.progress.message(&format!(
-                    "{} changed while it was being read",
-                    path.display()
-                ));
-            }
-            self.publish(
-                &work,
-                &file,
-                &summary,
-                &digest,
-                rootdir::config(&self.options.platform),
-            )
-        })
-    }
-
-    /// Finds the image, or has it made by one process while others wait.
-    fn once(&self, digest: &Digest, make: impl FnOnce() -> Result<Image>) -> Result<Image> {
-        if let Some(image) = self.store.find(digest)? {
-            return Ok(image);
-        }
-        let _lock = work::lock(&self.store.dir, &digest.file_name(), || {
-            self.progress
-                .message("another process is preparing this image; waiting for it");
-        })?;
-        match self.store.find(digest)? {
-            Some(image) => Ok(image),
-            None => make(),
-        }
-    }
-
-    fn convert(&self, blobs: &dyn LayerBlobs, chosen: &Chosen) -> Result<Image> {
-        let work = WorkDir::new(&self.store.dir)?;
-        let (image, spool) = work.image_and_spool()?;
-        let (file, summary) = layers_to_erofs(
-            blobs,
-            chosen,
-            image,
-            spool,
-            &self.options.limits,
-            self.progress,
-        )?;
-        let config = ImageConfig::from(chosen.config.clone());
-        self.publish(&work, &file, &summary, &chosen.digest, config)
-    }
-
-    fn publish(
-        &self,
-        work: &WorkDir,
-        file: &File,
-        summary: &Summary,
-        digest: &Digest,
-        config: ImageConfig,
-    ) -> Result<Image> {
-        // Nobody is meant to write to it again, this process included.
-        file.set_permissions(fs::Permissions::from_mode(0o400))
-            .and_then(|()| file.sync_all())
-            .map_err(Error::io("cannot write the image to the store"))?;
-        let record = Record {
-            digest: digest.to_string(),
-            size: summary.bytes,
-            config,
-        };
-        files::write_json(&work.image_dir().join("image.json"), &record)?;
-        let dir = self.store.image_dir(digest);
-        if dir.exists() {
-            // A broken image of that name; whole ones have been found before.
-            fs::rename(&dir, work.path().join("broken")).map_err(Error::path("move away", &dir))?;
-        }
-        files::publish(&work.image_dir(), &dir)?;
-        Ok(Image {
-            digest: record.digest,
-            rootfs: dir.join("rootfs.erofs"),
-            size: record.size,
-            config: record.config,
-        })
-    }
-}
-
-/// Writes all of `bytes` and syncs.
-fn write_synced(file: &mut File, bytes: &[u8]) -> io::Result<()> {
-    file.write_all(bytes)?;
-    file.sync_all()
+/// Unix seconds; 0 on a host whose clock is before 1970.
+fn now() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs())
 }

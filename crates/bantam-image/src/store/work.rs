@@ -75,6 +75,29 @@ fn remove_dead(tmp: &Path) {
 
 /// Takes the lock called `name`, calling `waiting` once if someone else has it. It is held until the file is dropped.
 pub(crate) fn lock(store: &Path, name: &str, waiting: impl FnOnce()) -> Result<File> {
+    let (file, path) = lock_file(store, name)?;
+    match file.try_lock() {
+        Ok(()) => return Ok(file),
+        Err(TryLockError::WouldBlock) => waiting(),
+        Err(TryLockError::Error(e)) => return Err(Error::path("lock", &path)(e)),
+    }
+    file.lock().map_err(Error::path("lock", &path))?;
+    Ok(file)
+}
+
+/// As [`lock`], beside others who take it shared.
+pub(super) fn lock_shared(store: &Path, name: &str, waiting: impl FnOnce()) -> Result<File> {
+    let (file, path) = lock_file(store, name)?;
+    match file.try_lock_shared() {
+        Ok(()) => return Ok(file),
+        Err(TryLockError::WouldBlock) => waiting(),
+        Err(TryLockError::Error(e)) => return Err(Error::path("lock", &path)(e)),
+    }
+    file.lock_shared().map_err(Error::path("lock", &path))?;
+    Ok(file)
+}
+
+fn lock_file(store: &Path, name: &str) -> Result<(File, PathBuf)> {
     let locks = store.join("locks");
     make_dir(&locks)?;
     let path = locks.join(name);
@@ -86,11 +109,5 @@ pub(crate) fn lock(store: &Path, name: &str, waiting: impl FnOnce()) -> Result<F
         .mode(0o600)
         .open(&path)
         .map_err(Error::path("open", &path))?;
-    match file.try_lock() {
-        Ok(()) => return Ok(file),
-        Err(TryLockError::WouldBlock) => waiting(),
-        Err(TryLockError::Error(e)) => return Err(Error::path("lock", &path)(e)),
-    }
-    file.lock().map_err(Error::path("lock", &path))?;
-    Ok(file)
+    Ok((file, path))
 }
