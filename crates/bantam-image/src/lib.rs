@@ -39,6 +39,7 @@
 
 mod config;
 mod convert;
+mod credentials;
 mod digest;
 pub mod erofs;
 mod error;
@@ -56,13 +57,14 @@ mod store;
 mod sys;
 
 pub use config::{Argv, DEFAULT_PATH, ImageConfig};
+pub use credentials::Credential;
 pub use digest::{Algorithm, Digest};
 pub use error::{Error, Result};
 pub use limits::Limits;
 pub use platform::Platform;
 pub use progress::{Layer, NoProgress, Progress, Stage};
 pub use reference::{DOCKER_HUB, Reference};
-pub use registry::Registries;
+pub use registry::{Registries, Timeouts};
 pub use source::ImageSource;
 pub use store::{
     BlobInfo, Image, ImageDetails, Loaded, Pruned, PullPolicy, Removed, ResolveOptions, Store,

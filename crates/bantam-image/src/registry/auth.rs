@@ -1,4 +1,6 @@
-//! `WWW-Authenticate` challenges (RFC 9110 §11.6.1) and anonymous Bearer tokens.
+//! `WWW-Authenticate` challenges (RFC 9110 §11.6.1) and the replies of token servers.
+
+use std::time::Duration;
 
 use serde::Deserialize;
 
@@ -74,6 +76,11 @@ fn parameter_value(text: &str) -> (String, &str) {
     (value, "")
 }
 
+/// Of a token whose server does not say (distribution's "Token Authentication").
+const DEFAULT_LIFETIME: f64 = 60.0;
+/// What a server may say, in seconds.
+const LONGEST_LIFETIME: f64 = 1e6;
+
 /// A token server's reply.
 #[derive(Deserialize)]
 pub(super) struct TokenReply {
@@ -81,16 +88,24 @@ pub(super) struct TokenReply {
     token: String,
     #[serde(default, deserialize_with = "or_default")]
     access_token: String,
+    /// Seconds; some send a fraction.
+    #[serde(default)]
+    expires_in: Option<f64>,
 }
 
 impl TokenReply {
-    pub(super) fn into_token(self) -> Option<String> {
+    /// The token and how long it is good for.
+    pub(super) fn into_token(self) -> Option<(String, Duration)> {
         let token = if self.token.is_empty() {
             self.access_token
         } else {
             self.token
         };
-        (!token.is_empty()).then_some(token)
+        let seconds = match self.expires_in {
+            Some(seconds) if seconds > 0.0 => seconds.min(LONGEST_LIFETIME),
+            _ => DEFAULT_LIFETIME,
+        };
+        (!token.is_empty()).then_some((token, Duration::from_secs_f64(seconds)))
     }
 }
 
@@ -125,16 +140,24 @@ mod tests {
     }
 
     #[test]
-    fn a_token_comes_under_either_name() {
+    fn a_token_comes_under_either_name_and_lives_a_minute() {
         let parse = |text| {
             serde_json::from_str::<TokenReply>(text)
                 .unwrap()
                 .into_token()
+                .map(|(token, lifetime)| (token, lifetime.as_secs()))
         };
-        assert_eq!(parse(r#"{"token":"t"}"#).as_deref(), Some("t"));
+        let token = |name: &str, seconds| Some((name.to_owned(), seconds));
+        assert_eq!(parse(r#"{"token":"t"}"#), token("t", 60));
         assert_eq!(
-            parse(r#"{"access_token":"a","token":null}"#).as_deref(),
-            Some("a")
+            parse(r#"{"access_token":"a","token":null,"expires_in":300}"#),
+            token("a", 300)
+        );
+        assert_eq!(parse(r#"{"token":"t","expires_in":0}"#), token("t", 60));
+        assert_eq!(parse(r#"{"token":"t","expires_in":-1}"#), token("t", 60));
+        assert_eq!(
+            parse(r#"{"token":"t","expires_in":1e300}"#),
+            token("t", 1_000_000)
         );
         assert_eq!(parse("{}"), None);
     }

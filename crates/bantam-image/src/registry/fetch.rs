@@ -1,14 +1,20 @@
 //! Fetches layers into the store, several at a time.
 
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::{Read, Seek, Write};
 use std::path::Path;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
+use std::time::Instant;
+
+use ureq::http::header;
 
 use super::Client;
-use crate::digest::{Digest, HashingReader};
+use super::endpoint::Endpoint;
+use super::http::{Answer, Failure, STOPPED};
+use super::retry::backoff;
+use crate::digest::{Digest, Hasher};
 use crate::error::{Error, Result};
 use crate::manifest::{Chosen, Descriptor};
 use crate::progress::{Layer, Progress, Stage};
@@ -17,7 +23,7 @@ use crate::store::{BlobDir, WorkDir, lock, publish};
 /// Layers on the way at once.
 const PARALLEL: usize = 3;
 
-impl Client {
+impl Client<'_> {
     /// Makes sure that every layer's blob is in `blobs`. Each is fetched once, by one process.
     pub(crate) fn fetch(
         &self,
@@ -46,26 +52,23 @@ impl Client {
         let work = WorkDir::new(store)?;
         let threads = wanted.len().min(PARALLEL);
         let queue = Mutex::new(wanted.into_iter());
-        let stop = AtomicBool::new(false);
         let results = thread::scope(|scope| {
             let worker = || -> Result<()> {
-                while !stop.load(Ordering::Relaxed) {
-                    let next = queue
-                        .lock()
-                        .unwrap_or_else(std::sync::PoisonError::into_inner)
-                        .next();
+                while !self.http.stop.is_set() {
+                    let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                     let Some((digest, blob, layer)) = next else {
                         break;
                     };
                     let one = One {
                         client: self,
+                        path: format!("blobs/{digest}"),
                         digest: &digest,
                         size: blob.size,
                         layer: &layer,
-                        stop: &stop,
+                        progress,
                     };
-                    if let Err(error) = one.fetch(blobs, store, &work, progress) {
-                        stop.store(true, Ordering::Relaxed);
+                    if let Err(error) = one.fetch(blobs, store, &work) {
+                        self.http.stop.set();
                         return Err(error);
                     }
                 }
@@ -82,11 +85,11 @@ impl Client {
                 Ok(Err(Error::Registry { why, .. })) if why == STOPPED => {}
                 Ok(Err(error)) => failure = failure.or(Some(error)),
                 Err(_) => {
-                    failure = failure.or(Some(self.failed(
-                        "blobs",
-                        "a download thread panicked".into(),
-                        None,
-                    )))
+                    failure = failure.or(Some(Error::Registry {
+                        what: "download of layers".to_owned(),
+                        why: "a thread panicked".to_owned(),
+                        status: None,
+                    }));
                 }
             }
         }
@@ -94,68 +97,179 @@ impl Client {
     }
 }
 
-const STOPPED: &str = "stopped, as another layer failed";
-
 /// One blob on its way.
 struct One<'a> {
-    client: &'a Client,
+    client: &'a Client<'a>,
+    path: String,
     digest: &'a Digest,
     size: u64,
     layer: &'a Layer,
-    stop: &'a AtomicBool,
+    progress: &'a dyn Progress,
+}
+
+/// What there is of it.
+struct Partial {
+    file: File,
+    hasher: Hasher,
+    got: u64,
 }
 
 impl One<'_> {
-    fn fetch(
-        &self,
-        blobs: &BlobDir,
-        store: &Path,
-        work: &WorkDir,
-        progress: &dyn Progress,
-    ) -> Result<()> {
+    fn fetch(&self, blobs: &BlobDir, store: &Path, work: &WorkDir) -> Result<()> {
         let _lock = lock(store, &format!("blob-{}", self.digest.file_name()), || {
-            progress.message("another process is fetching a layer of this image; waiting for it");
+            self.progress
+                .message("another process is fetching a layer of this image; waiting for it");
         })?;
         if blobs.has(self.digest, self.size) {
             return Ok(());
         }
-        progress.layer_started(Stage::Download, self.layer);
-        let path = format!("blobs/{}", self.digest);
-        let mut body = HashingReader::new(self.client.blob(self.digest)?, self.digest.algorithm());
+        self.progress.layer_started(Stage::Download, self.layer);
         let name = self.digest.file_name();
-        let mut file = work.create(&name)?;
-        let store_failed = || Error::io(format!("cannot store layer {}", self.digest));
-        let mut buf = vec![0; 128 * 1024];
-        let mut got = 0_u64;
-        loop {
-            if self.stop.load(Ordering::Relaxed) {
-                return Err(self.client.failed(&path, STOPPED.to_owned(), None));
-            }
-            let n = body
-                .read(&mut buf)
-                .map_err(|e| self.client.failed(&path, e.to_string(), None))?;
-            if n == 0 {
-                break;
-            }
-            got += n as u64;
-            if got > self.size {
-                let why = format!("sends more than the {} bytes of the layer", self.size);
-                return Err(self.client.failed(&path, why, None));
-            }
-            file.write_all(&buf[..n]).map_err(store_failed())?;
-            progress.layer_advanced(Stage::Download, self.layer, n as u64);
-        }
-        if got != self.size {
-            let why = format!("ends after {got} of {} bytes", self.size);
-            return Err(self.client.failed(&path, why, None));
-        }
-        self.digest.expect(
-            &format!("layer {} from the registry", self.digest),
-            &body.finish().0,
-        )?;
-        file.sync_all().map_err(store_failed())?;
+        let mut partial = Partial {
+            file: work.create(&name)?,
+            hasher: Hasher::new(self.digest.algorithm()),
+            got: 0,
+        };
+        self.client
+            .each(&mut |endpoint| self.complete(endpoint, &mut partial))?;
+        partial.file.sync_all().map_err(self.not_stored())?;
         publish(&work.path().join(&name), &blobs.path(self.digest))?;
-        progress.layer_finished(Stage::Download, self.layer);
+        self.progress.layer_finished(Stage::Download, self.layer);
         Ok(())
+    }
+
+    /// Gets from `endpoint` what is missing, and checks the whole. What another endpoint sent of it stays if the
+    /// connection broke off, and goes if it was wrong.
+    fn complete(&self, endpoint: &Endpoint, partial: &mut Partial) -> Result<()> {
+        let client = self.client;
+        let timeouts = &client.http.timeouts;
+        let deadline = client.http.deadline(self.size);
+        let mut etag = None;
+        let mut idle = 0;
+        loop {
+            let before = partial.got;
+            let Err(why) = self.read_on(endpoint, partial, &mut etag, deadline)? else {
+                break;
+            };
+            idle = if partial.got > before { 1 } else { idle + 1 };
+            let (got, size) = (partial.got, self.size);
+            let why = format!("{why} after {got} of {size} bytes");
+            if idle > timeouts.retries || Instant::now() > deadline {
+                return Err(self.failed(endpoint, Failure::new(why, None)));
+            }
+            let what = client.what(endpoint, &self.path);
+            client
+                .http
+                .pause(&format!("{what}: {why}"), backoff(timeouts.backoff, idle))
+                .map_err(|failure| self.failed(endpoint, failure))?;
+        }
+        let hasher = std::mem::replace(&mut partial.hasher, Hasher::new(self.digest.algorithm()));
+        let what = client.what(endpoint, &self.path);
+        self.digest
+            .expect(&what, &hasher.finish())
+            .or_else(|error| {
+                self.discard(partial)?;
+                Err(error)
+            })
+    }
+
+    /// Reads from where the blob stops here. The inner error says why a body broke off, which may be mended.
+    fn read_on(
+        &self,
+        endpoint: &Endpoint,
+        partial: &mut Partial,
+        etag: &mut Option<String>,
+        deadline: Instant,
+    ) -> Result<Result<(), String>> {
+        let client = self.client;
+        let mut headers = vec![(header::ACCEPT, "*/*".to_owned())];
+        if partial.got > 0 {
+            headers.push((header::RANGE, format!("bytes={}-", partial.got)));
+            if let Some(etag) = etag {
+                headers.push((header::IF_RANGE, etag.clone()));
+            }
+        }
+        let answer = endpoint
+            .get(&client.http, &client.finder(), &self.path, &headers)
+            .map_err(|failure| self.failed(endpoint, failure))?;
+        // A weak tag does not say that the bytes are the same.
+        *etag = answer
+            .header(header::ETAG)
+            .filter(|tag| tag.starts_with('"'))
+            .map(str::to_owned);
+        // A server may know no ranges and send all of it: what is here already is then read over.
+        let mut over = match answer.status() {
+            206 => {
+                self.check_range(endpoint, partial, &answer)?;
+                0
+            }
+            _ => partial.got,
+        };
+        let mut body = answer.response.into_body().into_reader();
+        let mut buf = vec![0; 128 * 1024];
+        loop {
+            if client.http.stop.is_set() {
+                return Err(self.failed(endpoint, Failure::new(STOPPED, None)));
+            }
+            let n = match body.read(&mut buf) {
+                Ok(0) if partial.got == self.size => return Ok(Ok(())),
+                Ok(0) => return Ok(Err("ends".to_owned())),
+                Ok(n) => n,
+                Err(_) if partial.got == self.size => return Ok(Ok(())),
+                Err(e) => return Ok(Err(format!("breaks off ({e})"))),
+            };
+            let known = usize::try_from(over).map_or(n, |over| over.min(n));
+            over -= known as u64;
+            let fresh = &buf[known..n];
+            if partial.got + fresh.len() as u64 > self.size {
+                self.discard(partial)?;
+                let why = format!("sends more than the {} bytes of the layer", self.size);
+                return Err(self.failed(endpoint, Failure::new(why, None)));
+            }
+            partial.file.write_all(fresh).map_err(self.not_stored())?;
+            partial.hasher.update(fresh);
+            partial.got += fresh.len() as u64;
+            self.progress
+                .layer_advanced(Stage::Download, self.layer, fresh.len() as u64);
+            if Instant::now() > deadline {
+                return Ok(Err("comes too slowly, and is given up".to_owned()));
+            }
+        }
+    }
+
+    /// A part must be the one that was asked for, of a blob of this size.
+    fn check_range(&self, endpoint: &Endpoint, partial: &Partial, answer: &Answer) -> Result<()> {
+        let range = answer.header(header::CONTENT_RANGE).unwrap_or_default();
+        let start = format!("bytes {}-", partial.got);
+        let size = range.rsplit_once('/').map(|(_, size)| size);
+        let fits = range.starts_with(&start)
+            && size.is_some_and(|size| size == "*" || size.parse() == Ok(self.size));
+        if fits {
+            return Ok(());
+        }
+        let why = format!(
+            "asked for what follows byte {}, it sends {range:?}",
+            partial.got
+        );
+        Err(self.failed(endpoint, Failure::new(why, Some(206))))
+    }
+
+    fn discard(&self, partial: &mut Partial) -> Result<()> {
+        partial
+            .file
+            .set_len(0)
+            .and_then(|()| partial.file.rewind())
+            .map_err(self.not_stored())?;
+        partial.hasher = Hasher::new(self.digest.algorithm());
+        partial.got = 0;
+        Ok(())
+    }
+
+    fn not_stored(&self) -> impl FnOnce(std::io::Error) -> Error + use<> {
+        Error::io(format!("cannot store layer {}", self.digest))
+    }
+
+    fn failed(&self, endpoint: &Endpoint, failure: Failure) -> Error {
+        self.client.failed(endpoint, &self.path, failure)
     }
 }

@@ -15,5 +15,6 @@ mod layers;
 mod model;
 mod real;
 mod registry;
+mod registry_real;
 mod sources;
 mod store;

@@ -1,197 +1,25 @@
-//! Pulls from a real registry, and from one that misbehaves.
+//! Pulls from a registry, and from one that misbehaves.
 
 use std::collections::HashMap;
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::process::{Child, Command, Stdio};
+use std::io::Read;
+use std::net::TcpListener;
 use std::sync::{Arc, Mutex};
 
 use bantam_image::{
-    Error, Image, ImageSource, Layer, NoProgress, Progress, PullPolicy, ResolveOptions, Stage,
-    Store,
+    Error, ImageSource, Layer, NoProgress, Progress, PullPolicy, ResolveOptions, Stage, Store,
 };
 use serde_json::json;
-use tempfile::TempDir;
 
-use crate::common::image::{OCI_CONFIG, OCI_INDEX, OCI_LAYER, OCI_MANIFEST};
-use crate::common::{Layout, Tar, digest, gzip, have, read_erofs, run, skipped};
+use crate::common::image::{OCI_INDEX, OCI_MANIFEST};
+use crate::common::registry::{Reply, Request, Server, quick, served, which};
+use crate::common::{Layout, digest};
 
-/// A request as the server saw it. Header names are in lower case.
-#[derive(Clone, Debug, Default)]
-struct Request {
-    path: String,
-    headers: HashMap<String, String>,
-}
-
-#[derive(Clone, Default)]
-struct Reply {
-    status: u16,
-    headers: Vec<(String, String)>,
-    body: Vec<u8>,
-    /// Instead of the body's length.
-    content_length: Option<usize>,
-}
-
-impl Reply {
-    fn ok(content_type: &str, body: &[u8]) -> Self {
-        Self {
-            status: 200,
-            body: body.to_vec(),
-            ..Self::default()
-        }
-        .header("Content-Type", content_type)
+fn options() -> ResolveOptions {
+    ResolveOptions {
+        registries: quick(),
+        ..ResolveOptions::default()
     }
-    fn status(status: u16) -> Self {
-        Self {
-            status,
-            ..Self::default()
-        }
-    }
-    fn header(mut self, name: &str, value: impl Into<String>) -> Self {
-        self.headers.push((name.to_owned(), value.into()));
-        self
-    }
-    fn body(mut self, body: &str) -> Self {
-        self.body = body.as_bytes().to_vec();
-        self
-    }
-}
-
-/// An HTTP server for as long as the test runs.
-struct Server {
-    address: String,
-    seen: Arc<Mutex<Vec<Request>>>,
-}
-
-impl Server {
-    fn start(handler: impl Fn(&Request, &str) -> Reply + Send + Sync + 'static) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap().to_string();
-        let seen = Arc::new(Mutex::new(Vec::new()));
-        let handler = Arc::new(handler);
-        let (log, own) = (Arc::clone(&seen), address.clone());
-        std::thread::spawn(move || {
-            for stream in listener.incoming().map_while(Result::ok) {
-                let (handler, log, own) = (Arc::clone(&handler), Arc::clone(&log), own.clone());
-                std::thread::spawn(move || serve(stream, &*handler, &log, &own));
-            }
-        });
-        Self { address, seen }
-    }
-
-    fn seen(&self, part: &str) -> Vec<Request> {
-        self.seen
-            .lock()
-            .unwrap()
-            .iter()
-            .filter(|r| r.path.contains(part))
-            .cloned()
-            .collect()
-    }
-
-    fn pull(&self, name: &str) -> Result<(Image, TempDir), Error> {
-        let store = tempfile::tempdir().unwrap();
-        let source = ImageSource::parse(&format!("{}/{name}", self.address)).unwrap();
-        let image =
-            Store::open(store.path())?.resolve(&source, &ResolveOptions::default(), &NoProgress)?;
-        Ok((image, store))
-    }
-}
-
-fn serve(
-    stream: TcpStream,
-    handler: &dyn Fn(&Request, &str) -> Reply,
-    log: &Mutex<Vec<Request>>,
-    own: &str,
-) {
-    let mut lines = BufReader::new(stream.try_clone().unwrap())
-        .lines()
-        .map_while(Result::ok);
-    let Some(first) = lines.next() else { return };
-    let mut request = Request {
-        path: first.split(' ').nth(1).unwrap_or("").to_owned(),
-        ..Request::default()
-    };
-    for line in lines.take_while(|line| !line.is_empty()) {
-        if let Some((name, value)) = line.split_once(':') {
-            request
-                .headers
-                .insert(name.to_ascii_lowercase(), value.trim().to_owned());
-        }
-    }
-    log.lock().unwrap().push(request.clone());
-    let reply = handler(&request, own);
-    let length = reply.content_length.unwrap_or(reply.body.len());
-    let mut head = format!(
-        "HTTP/1.1 {} X\r\nContent-Length: {length}\r\nConnection: close\r\n",
-        reply.status
-    );
-    for (name, value) in &reply.headers {
-        head += &format!("{name}: {value}\r\n");
-    }
-    let mut stream = stream;
-    let _ = stream.write_all(format!("{head}\r\n").as_bytes());
-    let _ = stream.write_all(&reply.body);
-}
-
-/// A one-layer image: by path below the repository, its content type and bytes.
-#[derive(Clone)]
-struct Served {
-    objects: HashMap<String, (String, Vec<u8>)>,
-    layer: String,
-    manifest: String,
-}
-
-fn served() -> Served {
-    let plain = Tar::new()
-        .file("which", "pulled")
-        .file("big", vec![1; 400_000])
-        .finish();
-    let blob = gzip(&plain);
-    let config = Layout::config(&[digest(&plain)]).to_string();
-    let manifest = json!({"schemaVersion": 2, "mediaType": OCI_MANIFEST,
-        "config": {"mediaType": OCI_CONFIG, "digest": digest(config.as_bytes()), "size": config.len()},
-        "layers": [{"mediaType": OCI_LAYER, "digest": digest(&blob), "size": blob.len()}]})
-    .to_string();
-    let mut objects = HashMap::new();
-    for tag in ["1".to_owned(), digest(manifest.as_bytes())] {
-        objects.insert(
-            format!("manifests/{tag}"),
-            (OCI_MANIFEST.to_owned(), manifest.clone().into_bytes()),
-        );
-    }
-    let octets = "application/octet-stream".to_owned();
-    let layer = format!("blobs/{}", digest(&blob));
-    objects.insert(layer.clone(), (octets.clone(), blob));
-    objects.insert(
-        format!("blobs/{}", digest(config.as_bytes())),
-        (octets, config.into_bytes()),
-    );
-    Served {
-        objects,
-        layer,
-        manifest: digest(manifest.as_bytes()),
-    }
-}
-
-impl Served {
-    fn reply(&self, request: &Request) -> Reply {
-        match request
-            .path
-            .strip_prefix("/v2/lib/app/")
-            .and_then(|path| self.objects.get(path))
-        {
-            Some((content_type, bytes)) => Reply::ok(content_type, bytes),
-            None => Reply::status(404).body(
-                r#"{"errors":[{"code":"MANIFEST_UNKNOWN","message":"no\u001b[31m such thing"}]}"#,
-            ),
-        }
-    }
-}
-
-fn which(image: &Image) -> String {
-    read_erofs(&image.rootfs)["which"].text()
 }
 
 #[test]
@@ -201,16 +29,7 @@ fn an_image_is_pulled_once_and_then_needs_no_registry() {
     let store_dir = tempfile::tempdir().unwrap();
     let store = Store::open(store_dir.path()).unwrap();
     let source = ImageSource::parse(&format!("{}/lib/app:1", server.address)).unwrap();
-    let resolve = |pull| {
-        store.resolve(
-            &source,
-            &ResolveOptions {
-                pull,
-                ..ResolveOptions::default()
-            },
-            &NoProgress,
-        )
-    };
+    let resolve = |pull| store.resolve(&source, &ResolveOptions { pull, ..options() }, &NoProgress);
     let first = resolve(PullPolicy::Missing).unwrap();
     assert_eq!(which(&first), "pulled");
     let requests = server.seen("").len();
@@ -441,11 +260,10 @@ fn altered_cut_and_overlong_bodies_leave_nothing_in_the_store() {
             }
             let store = tempfile::tempdir().unwrap();
             let source = ImageSource::parse(&format!("{}/{by_digest}", server.address)).unwrap();
-            let result = Store::open(store.path()).unwrap().resolve(
-                &source,
-                &ResolveOptions::default(),
-                &NoProgress,
-            );
+            let result =
+                Store::open(store.path())
+                    .unwrap()
+                    .resolve(&source, &options(), &NoProgress);
             assert!(result.is_err(), "{name} {key}");
             for dir in ["blobs/sha256", "images/v1", "tmp", "refs"] {
                 let left = fs::read_dir(store.path().join(dir)).map_or(0, Iterator::count);
@@ -511,13 +329,13 @@ fn other_hosts_are_never_spoken_to_in_the_clear_unasked() {
     let source = ImageSource::parse("registry.invalid:5000/lib/app:1").unwrap();
     let error = Store::open(store.path())
         .unwrap()
-        .resolve(&source, &ResolveOptions::default(), &NoProgress)
+        .resolve(&source, &options(), &NoProgress)
         .unwrap_err();
     assert!(
         error.to_string().contains("https://registry.invalid:5000"),
         "{error}"
     );
-    let mut options = ResolveOptions::default();
+    let mut options = options();
     options
         .registries
         .plain_http
@@ -582,7 +400,7 @@ fn progress_adds_up() {
     let recorded = Recorded::default();
     Store::open(store.path())
         .unwrap()
-        .resolve(&source, &ResolveOptions::default(), &recorded)
+        .resolve(&source, &options(), &recorded)
         .unwrap();
     let recorded = recorded.0.into_inner().unwrap();
     for stage in ["Download", "Apply"] {
@@ -619,118 +437,4 @@ fn a_layer_listed_twice_is_fetched_once() {
     let server = Server::start(move |request, _| image.reply(request));
     assert_eq!(which(&server.pull("lib/app:1").unwrap().0), "pulled");
     assert_eq!(server.seen(&layer).len(), 1);
-}
-
-/// Debian's docker-registry, until dropped.
-struct RealRegistry {
-    child: Child,
-    address: String,
-    _dir: TempDir,
-}
-
-impl Drop for RealRegistry {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl RealRegistry {
-    fn start() -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        // The port is free now; if it is taken in between, the registry says so and the test fails.
-        let port = TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
-        let address = format!("127.0.0.1:{port}");
-        let config = format!(
-            "version: 0.1\nlog: {{level: info, accesslog: {{disabled: true}}}}\nstorage:\n  filesystem: {{rootdirectory: {}}}\nhttp:\n  addr: {address}\n",
-            dir.path().join("data").display()
-        );
-        let file = dir.path().join("config.yml");
-        fs::write(&file, config).unwrap();
-        let mut child = Command::new("docker-registry")
-            .arg("serve")
-            .arg(&file)
-            .stderr(Stdio::piped())
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut log = BufReader::new(child.stderr.take().unwrap())
-            .lines()
-            .map_while(Result::ok);
-        assert!(
-            log.any(|line| line.contains("listening on")),
-            "docker-registry does not start"
-        );
-        std::thread::spawn(move || log.for_each(drop));
-        Self {
-            child,
-            address,
-            _dir: dir,
-        }
-    }
-}
-
-#[test]
-fn images_in_all_manifest_formats_are_pulled_from_docker_registry() {
-    if !have("docker-registry") || !have("skopeo") {
-        return skipped("docker-registry or skopeo is not installed");
-    }
-    let registry = RealRegistry::start();
-    let mut layout = Layout::new();
-    let layers: Vec<Vec<u8>> = (0..6)
-        .map(|i| {
-            Tar::new()
-                .file(format!("f{i}"), vec![i; 50_000])
-                .file("which", i.to_string())
-                .finish()
-        })
-        .collect();
-    let mut manifest = layout.image(&layers);
-    manifest["annotations"] = json!({"org.opencontainers.image.ref.name": "x"});
-    fs::remove_file(layout.path().join("index.json")).unwrap();
-    let index = json!({"schemaVersion": 2, "manifests": [manifest]});
-    fs::write(layout.path().join("index.json"), index.to_string()).unwrap();
-    let from = format!("oci:{}:x", layout.path().display());
-    for (tag, extra) in [("oci", &["--format", "oci"]), ("s2", &["--format", "v2s2"])] {
-        let to = format!("docker://{}/debian/py:{tag}", registry.address);
-        let mut args = vec!["copy", "--insecure-policy", "--dest-tls-verify=false"];
-        args.extend(extra);
-        args.extend([&*from, &*to]);
-        run("skopeo", &args);
-    }
-    let store_dir = tempfile::tempdir().unwrap();
-    let store = Store::open(store_dir.path()).unwrap();
-    let mut digests = Vec::new();
-    for tag in ["oci", "s2"] {
-        let source = ImageSource::parse(&format!("{}/debian/py:{tag}", registry.address)).unwrap();
-        let image = store
-            .resolve(&source, &ResolveOptions::default(), &NoProgress)
-            .unwrap();
-        let files = read_erofs(&image.rootfs);
-        assert_eq!(files["which"].text(), "5");
-        assert!((0..6_u8).all(|i| files[&format!("f{i}")].data == vec![i; 50_000]));
-        let by_digest = format!("{}/debian/py@{}", registry.address, image.digest);
-        let source = ImageSource::parse(&by_digest).unwrap();
-        assert_eq!(
-            store
-                .resolve(&source, &ResolveOptions::default(), &NoProgress)
-                .unwrap(),
-            image
-        );
-        digests.push(image.digest);
-    }
-    assert_ne!(digests[0], digests[1]);
-    let missing = ImageSource::parse(&format!("{}/debian/py:nope", registry.address)).unwrap();
-    let error = store
-        .resolve(&missing, &ResolveOptions::default(), &NoProgress)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("404") && error.to_lowercase().contains("unknown"),
-        "{error}"
-    );
 }

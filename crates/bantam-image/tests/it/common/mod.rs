@@ -2,6 +2,7 @@
 
 pub(crate) mod erofs;
 pub(crate) mod image;
+pub(crate) mod registry;
 pub(crate) mod tarball;
 
 pub(crate) use erofs::read_erofs;
