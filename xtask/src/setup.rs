@@ -50,6 +50,7 @@ impl Set {
                 "e2fsprogs",
                 "erofs-utils",
                 "libarchive-tools",
+                "libpython3.11-testsuite",
                 "skopeo",
                 "umoci",
                 "zstd",
