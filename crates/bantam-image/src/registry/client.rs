@@ -72,7 +72,6 @@ impl<'a> Client<'a> {
     }
 
     /// Tells what is worth a person's attention.
-    #[allow(dead_code, reason = "the store is about to use it")]
     pub(crate) fn telling(mut self, progress: &'a dyn Progress) -> Self {
         self.http.progress = progress;
         self
