@@ -8,6 +8,7 @@ use bantam::{EngineChoice, Exec, Home, MachineBuilder, Platform, PullPolicy};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::failure::Failure;
+use crate::image::ImageCommand;
 
 /// Run commands in microVMs made from OCI images: own kernel, no daemon, no root.
 #[derive(Debug, Parser)]
@@ -88,6 +89,11 @@ pub(crate) enum Command {
     Machine {
         #[command(subcommand)]
         command: MachineCommand,
+    },
+    /// Images: fetch, list, inspect, remove, load and save them
+    Image {
+        #[command(subcommand)]
+        command: ImageCommand,
     },
     /// Say what this host can do, what is missing and how to get it
     Doctor(DoctorArgs),

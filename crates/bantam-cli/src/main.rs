@@ -6,6 +6,7 @@
 mod args;
 mod doctor;
 mod failure;
+mod image;
 mod progress;
 mod run;
 
@@ -24,6 +25,7 @@ fn main() -> ExitCode {
         | Command::Machine {
             command: MachineCommand::Run(args),
         } => run::run(&cli.global, args),
+        Command::Image { command } => image::image(&cli.global, command),
         Command::Doctor(args) => doctor::doctor(&cli.global, &args),
     };
     match result {

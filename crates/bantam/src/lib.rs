@@ -33,6 +33,7 @@ mod error;
 mod files;
 mod guest;
 mod home;
+mod images;
 mod machine;
 mod started;
 mod status;
@@ -40,8 +41,8 @@ mod wire;
 
 pub use bantam_image::Error as ImageError;
 pub use bantam_image::{
-    Image, ImageConfig, ImageSource, Layer, NoProgress, Platform, Progress, PullPolicy, Reference,
-    Stage,
+    BlobInfo, Image, ImageConfig, ImageDetails, ImageSource, Layer, Loaded, NoProgress, Platform,
+    Progress, Pruned, PullPolicy, Reference, Removed, ResolveOptions, Stage, StoredImage, Usage,
 };
 pub use bantam_protocol::{FileFailureKind, Size, StartFailedKind};
 pub use bantam_vmm::{
@@ -54,5 +55,6 @@ pub use command::Exec;
 pub use error::Error;
 pub use guest::{find_guest, guest_search_path};
 pub use home::Home;
+pub use images::Images;
 pub use machine::{Machine, Report};
 pub use status::{Finished, Output, Status};
