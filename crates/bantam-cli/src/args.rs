@@ -93,7 +93,7 @@ pub(crate) enum Command {
     /// Images: fetch, list, inspect, remove, load and save them
     Image {
         #[command(subcommand)]
-        command: ImageCommand,
+        command: Box<ImageCommand>,
     },
     /// Say what this host can do, what is missing and how to get it
     Doctor(DoctorArgs),

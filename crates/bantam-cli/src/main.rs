@@ -25,7 +25,7 @@ fn main() -> ExitCode {
         | Command::Machine {
             command: MachineCommand::Run(args),
         } => run::run(&cli.global, args),
-        Command::Image { command } => image::image(&cli.global, command),
+        Command::Image { command } => image::image(&cli.global, *command),
         Command::Doctor(args) => doctor::doctor(&cli.global, &args),
     };
     match result {
