@@ -273,6 +273,32 @@ e2e! {
         assert_eq!(running.finish().code, 130);
     }
 
+    fn a_terminal_that_is_none_is_refused(setup) {
+        let run = setup.run(["-t", "--", "true"]);
+        assert_eq!(run.code, 2);
+        assert!(run.stderr.contains("terminal"), "{}", run.stderr);
+    }
+
+    fn a_command_on_a_terminal_has_one_and_its_code_is_passed_on(setup) {
+        let mut line = vec![setup.program.clone().into_os_string()];
+        let script = "tty; stty size; test -t 0 && test -t 1 && test -t 2 && exit 5";
+        line.extend(setup.run_args(["-q", "-t", "--", "bash", "-c", &format!("'{script}'")]));
+        let line: Vec<_> = line.iter().map(|word| word.to_str().unwrap()).collect();
+        let line = format!("stty cols 91 rows 33; exec {}", line.join(" "));
+        // util-linux's script gives the program a terminal.
+        let output = std::process::Command::new("script")
+            .args(["-qec", &line, "/dev/null"])
+            .stdin(Stdio::null())
+            .output();
+        let Ok(output) = output else {
+            bantam_e2e::skip("a_command_on_a_terminal_has_one_and_its_code_is_passed_on", "no script(1)");
+            return;
+        };
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.code(), Some(5), "{text}");
+        assert!(text.contains("/dev/pts/0\r\n33 91\r\n"), "{text}");
+    }
+
     fn timings_show_the_phases(setup) {
         let run = setup.run(["--timings", "--", "true"]);
         for phase in ["rootfs_ready", "agent_hello", "command_exit", "teardown"] {

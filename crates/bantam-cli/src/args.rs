@@ -36,6 +36,7 @@ impl Cli {
 const EXAMPLES: &str = "\
 Examples:
   bantam run -I debian:12 -- bash -c 'uname -a'
+  bantam run -it -I debian:12 -- bash
   bantam run -I ./image.tar -e NAME=value --timeout 30s -- python3 -c 'print(2**10)'
   tar c . | bantam run -i -I alpine:3.20 -- tar t
   bantam doctor";
@@ -130,6 +131,9 @@ pub(crate) struct RunArgs {
     /// Pass standard input to the command
     #[arg(short = 'i', long, help_heading = "Command")]
     pub(crate) interactive: bool,
+    /// Run the command on a terminal, this one
+    #[arg(short = 't', long, conflicts_with = "json", help_heading = "Command")]
+    pub(crate) tty: bool,
     /// Set a variable; NAME alone takes the value from here
     #[arg(
         short = 'e',

@@ -9,6 +9,7 @@ mod failure;
 mod image;
 mod progress;
 mod run;
+mod terminal;
 
 use std::process::ExitCode;
 

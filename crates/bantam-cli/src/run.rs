@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::args::{Global, RunArgs};
 use crate::failure::Failure;
-use crate::{Outcome, progress};
+use crate::{Outcome, progress, terminal};
 
 pub(crate) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
     let started = Instant::now();
@@ -20,6 +20,9 @@ pub(crate) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
         return Err(Failure::Usage(
             "standard input cannot be both the image (-I -) and the command's input (-i)".into(),
         ));
+    }
+    if args.tty {
+        terminal::check()?;
     }
     let env = environment(&args.env)?;
     let reporter = progress::reporter(global.quiet);
@@ -52,11 +55,16 @@ pub(crate) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
     if args.json {
         return run_json(machine, exec, &args, notes, started);
     }
-    let finished = exec.pipe(&mut io::stdout().lock(), &mut io::stderr());
+    let status = if args.tty {
+        terminal::run(exec, args.interactive)
+    } else {
+        exec.pipe(&mut io::stdout().lock(), &mut io::stderr())
+            .map(|finished| finished.status)
+            .map_err(output_failure)
+    };
     let report = machine.kill();
     show_timings(&args, &machine, &report);
-    let finished = finished.map_err(output_failure)?;
-    Ok(finished.status.exit_code())
+    Ok(status?.exit_code())
 }
 
 fn show_timings(args: &RunArgs, machine: &Machine, report: &Report) {
@@ -118,7 +126,7 @@ fn command(
     if let Some(timeout) = args.timeout {
         exec = exec.timeout(timeout);
     }
-    if args.interactive {
+    if args.interactive && !args.tty {
         exec = exec.stdin_reader(io::stdin());
     }
     Ok(exec)

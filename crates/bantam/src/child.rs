@@ -200,10 +200,38 @@ impl Child {
     /// # Errors
     /// [`Error::Io`] if it has ended.
     pub fn signal(&self, number: u8) -> Result<(), Error> {
-        self.send(&HostExec::Signal(number))
+        self.handle().signal(number)
     }
 
     /// Tells its terminal a new size.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it has ended.
+    pub fn resize(&self, size: Size) -> Result<(), Error> {
+        self.handle().resize(size)
+    }
+
+    /// A handle for another thread, while this one waits.
+    #[must_use]
+    pub fn handle(&self) -> ChildHandle {
+        ChildHandle(self.sender.clone())
+    }
+}
+
+/// Reaches a running command from any thread. Does not keep it alive.
+#[derive(Debug, Clone)]
+pub struct ChildHandle(FrameSender);
+
+impl ChildHandle {
+    /// Sends a signal to the command's process group.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it has ended.
+    pub fn signal(&self, number: u8) -> Result<(), Error> {
+        self.send(&HostExec::Signal(number))
+    }
+
+    /// Tells the command's terminal a new size.
     ///
     /// # Errors
     /// [`Error::Io`] if it has ended.
@@ -212,7 +240,7 @@ impl Child {
     }
 
     fn send(&self, message: &HostExec<'_>) -> Result<(), Error> {
-        self.sender
+        self.0
             .send(message)
             .map_err(Error::io("cannot reach a command that has ended"))
     }

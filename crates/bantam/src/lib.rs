@@ -50,7 +50,7 @@ pub use bantam_vmm::{
     VmmError, probe_engines,
 };
 pub use builder::MachineBuilder;
-pub use child::{Child, ChildStderr, ChildStdin, ChildStdout};
+pub use child::{Child, ChildHandle, ChildStderr, ChildStdin, ChildStdout};
 pub use command::Exec;
 pub use error::Error;
 pub use guest::{find_guest, guest_search_path};

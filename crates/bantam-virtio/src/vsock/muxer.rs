@@ -395,7 +395,7 @@ impl<'a> Muxer<'a> {
     /// The guest asks for a connection.
     fn requested(&mut self, header: &Header) {
         if let Err(error) = self.accept(header) {
-            tracing::debug!(port = header.dst_port, %error, "refusing a vsock connection");
+            tracing::warn!(port = header.dst_port, %error, "refusing a vsock connection");
             self.reply_reset(header);
         }
     }
