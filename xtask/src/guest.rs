@@ -66,7 +66,8 @@ fn build_agent(progress: &Progress) -> Result<PathBuf> {
 /// what it says before devtmpfs is there, and the mount points it needs.
 fn initramfs(agent: &[u8]) -> std::result::Result<Vec<u8>, TooLarge> {
     let mut archive = Archive::default();
-    for dir in ["dev", "proc", "sys"] {
+    // Where the agent mounts: devices, image, upper layer, and both together.
+    for dir in ["dev", "lower", "disk", "root"] {
         archive.add(dir, &Entry::Dir)?;
     }
     archive.add("dev/console", &Entry::Device { major: 5, minor: 1 })?;
