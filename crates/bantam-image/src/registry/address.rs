@@ -75,7 +75,7 @@ pub(super) fn is_loopback(registry: &str) -> bool {
         || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
-/// A redirect's target (RFC 3986 §5, without dot segments).
+/// A redirect's target (RFC 3986 §5).
 pub(super) fn resolve(base: &str, location: &str) -> Option<String> {
     let url = if location.starts_with("http://") || location.starts_with("https://") {
         location.to_owned()
@@ -88,11 +88,31 @@ pub(super) fn resolve(base: &str, location: &str) -> Option<String> {
             rest.split(['/', '?', '#']).next()?
         )
     } else {
-        let base = base.split(['?', '#']).next()?;
-        format!("{}/{location}", base.rsplit_once('/')?.0)
+        let (scheme, rest) = base.split_once("://")?;
+        let (host, path) = rest.split(['?', '#']).next()?.split_once('/')?;
+        let dir = path.rsplit_once('/').map_or("", |(dir, _)| dir);
+        let end = location.find(['?', '#']).unwrap_or(location.len());
+        let (relative, query) = location.split_at(end);
+        let path = without_dots(&format!("{dir}/{relative}"));
+        format!("{scheme}://{host}/{path}{query}")
     };
     Address::parse(&url)?;
     Some(url)
+}
+
+/// Takes `.` and `..` out of a path (RFC 3986 §5.2.4). The result has no slash in front.
+fn without_dots(path: &str) -> String {
+    let mut kept: Vec<&str> = Vec::new();
+    for segment in path.trim_start_matches('/').split('/') {
+        match segment {
+            "." => {}
+            ".." => {
+                kept.pop();
+            }
+            segment => kept.push(segment),
+        }
+    }
+    kept.join("/")
 }
 
 /// Appends a query to a URL, names and values encoded.
@@ -159,6 +179,8 @@ mod tests {
             ("//cdn.io/z", Some("https://cdn.io/z")),
             ("/z?k=v", Some("https://r.io/z?k=v")),
             ("z", Some("https://r.io/v2/a/blobs/z")),
+            ("../z?../k", Some("https://r.io/v2/a/z?../k")),
+            ("./../../../../z", Some("https://r.io/z")),
             ("ht tp://x", None),
             ("https://", None),
             ("https://u:p@cdn.io/", None),

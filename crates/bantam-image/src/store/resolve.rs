@@ -97,8 +97,8 @@ impl<'a> Job<'a> {
                 image: reference.to_string(),
             });
         }
-        let client = registry::Client::new(reference, &self.options.registries)?
-            .telling(self.progress);
+        let client =
+            registry::Client::new(reference, &self.options.registries)?.telling(self.progress);
         let chosen = client.choose(&self.options.platform, &self.options.limits)?;
         let blobs = self.store.blobs();
         let keep = || -> Result<Content> {
