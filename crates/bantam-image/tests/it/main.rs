@@ -21,3 +21,4 @@ mod registry_host;
 mod registry_real;
 mod sources;
 mod store;
+mod store_manage;
