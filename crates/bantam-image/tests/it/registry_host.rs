@@ -247,7 +247,7 @@ fn an_identity_token_from_a_helper_is_one() {
 }
 
 /// A proxy that leads every CONNECT to one address, and what it was asked.
-fn proxy(to: String) -> (String, Arc<Mutex<Vec<String>>>) {
+pub(crate) fn proxy(to: String) -> (String, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let asked = Arc::new(Mutex::new(Vec::new()));
