@@ -1,11 +1,32 @@
 //! `bantam run`, from outside.
+#![allow(clippy::unwrap_used)] // test helpers, which clippy does not take for tests
 
 use std::fs;
 use std::process::Stdio;
 use std::time::Duration;
 
-use bantam_e2e::setup;
+use bantam_e2e::{Setup, setup};
 use sha2::{Digest, Sha256};
+
+/// A directory whose `root` holds the programs and the configuration of the test image.
+fn root_directory(setup: &Setup) -> tempfile::TempDir {
+    let tree = setup.run(["--", "tar", "-c", "-C", "/", "bin", "etc"]);
+    assert_eq!(tree.code, 0, "{}", tree.stderr);
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("root");
+    fs::create_dir(&root).unwrap();
+    let archive = dir.path().join("root.tar");
+    fs::write(&archive, &tree.stdout).unwrap();
+    let tar = std::process::Command::new("tar")
+        .arg("-xf")
+        .arg(&archive)
+        .arg("-C")
+        .arg(&root)
+        .status()
+        .unwrap();
+    assert!(tar.success());
+    dir
+}
 
 macro_rules! e2e {
     ($($(#[$doc:meta])* fn $name:ident($setup:ident) $body:block)*) => {
@@ -177,21 +198,22 @@ e2e! {
     }
 
     fn a_root_directory_boots(setup) {
-        let tree = setup.run(["--", "tar", "-c", "-C", "/", "bin", "etc"]);
-        assert_eq!(tree.code, 0, "{}", tree.stderr);
-        let dir = tempfile::tempdir().unwrap();
+        let dir = root_directory(&setup);
+        fs::write(dir.path().join("root/marker"), "from a directory\n").unwrap();
         let root = dir.path().join("root");
-        fs::create_dir(&root).unwrap();
-        let archive = dir.path().join("root.tar");
-        fs::write(&archive, &tree.stdout).unwrap();
-        let tar = std::process::Command::new("tar")
-            .arg("-xf").arg(&archive).arg("-C").arg(&root).status().unwrap();
-        assert!(tar.success());
-        fs::write(root.join("marker"), "from a directory\n").unwrap();
-        let root = root.to_str().unwrap();
-        let args = ["run", "--engine", &setup.engine, "-I", root, "--", "cat", "/marker"];
-        let run = setup.bantam(args);
+        let args = ["run", "--engine", &setup.engine, "-I", root.to_str().unwrap()];
+        let run = setup.bantam(args.into_iter().chain(["--", "cat", "/marker"]));
         assert_eq!(run.text(), "from a directory\n", "{}", run.stderr);
+    }
+
+    fn an_image_that_cannot_be_set_up_says_what_is_wrong_with_it(setup) {
+        let dir = root_directory(&setup);
+        fs::write(dir.path().join("root/proc"), "no directory").unwrap();
+        let root = dir.path().join("root");
+        let args = ["run", "--engine", &setup.engine, "-I", root.to_str().unwrap()];
+        let run = setup.bantam(args.into_iter().chain(["--", "true"]));
+        assert_eq!(run.code, 125, "{}", run.stderr);
+        assert!(run.stderr.contains("/proc"), "{}", run.stderr);
     }
 
     fn json_is_one_object_with_everything(setup) {
