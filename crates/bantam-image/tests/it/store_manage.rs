@@ -352,7 +352,7 @@ fn an_image_in_use_is_not_removed_and_a_pinned_one_neither() {
         assert!(matches!(&error, Error::InUse { .. }), "{error}");
     }
     let pruned = bench.prune(true);
-    assert_eq!(pruned.in_use, [held.digest.clone()]);
+    assert_eq!(pruned.in_use, std::slice::from_ref(&held.digest));
     assert_eq!(bench.resolve("app:1").unwrap(), held, "not even its name");
 
     bench.store.pin(&held, "machine one").unwrap();
@@ -391,7 +391,7 @@ fn pruning_takes_what_nothing_refers_to_and_leaves_the_rest() {
     assert!(usage.unused_blob_bytes > 0 && usage.unfinished_bytes > 0);
 
     let digest = nameless.digest.clone();
-    assert_eq!(bench.prune(false).in_use, [digest.clone()]);
+    assert_eq!(bench.prune(false).in_use, std::slice::from_ref(&digest));
     drop(nameless);
     let pruned = bench.prune(false);
     assert_eq!(pruned.images, [digest]);
