@@ -88,9 +88,9 @@ pub(super) struct TokenReply {
     token: String,
     #[serde(default, deserialize_with = "or_default")]
     access_token: String,
-    /// Seconds; some send a fraction.
+    /// Seconds; some send a fraction, some a string.
     #[serde(default)]
-    expires_in: Option<f64>,
+    expires_in: serde_json::Value,
 }
 
 impl TokenReply {
@@ -101,7 +101,11 @@ impl TokenReply {
         } else {
             self.token
         };
-        let seconds = match self.expires_in {
+        let said = match &self.expires_in {
+            serde_json::Value::String(text) => text.parse().ok(),
+            other => other.as_f64(),
+        };
+        let seconds = match said {
             Some(seconds) if seconds > 0.0 => seconds.min(LONGEST_LIFETIME),
             _ => DEFAULT_LIFETIME,
         };
@@ -153,6 +157,12 @@ mod tests {
             parse(r#"{"access_token":"a","token":null,"expires_in":300}"#),
             token("a", 300)
         );
+        assert_eq!(
+            parse(r#"{"token":"t","expires_in":"300"}"#),
+            token("t", 300)
+        );
+        assert_eq!(parse(r#"{"token":"t","expires_in":"NaN"}"#), token("t", 60));
+        assert_eq!(parse(r#"{"token":"t","expires_in":[]}"#), token("t", 60));
         assert_eq!(parse(r#"{"token":"t","expires_in":0}"#), token("t", 60));
         assert_eq!(parse(r#"{"token":"t","expires_in":-1}"#), token("t", 60));
         assert_eq!(

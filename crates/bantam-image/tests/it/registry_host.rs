@@ -338,6 +338,45 @@ fn proxies_are_taken_from_the_environment() {
 }
 
 #[test]
+fn credentials_are_never_sent_in_the_clear() {
+    let image = served();
+    let server = Server::start(move |request, _| {
+        if request.path.starts_with("/token") {
+            return Reply::json(&json!({"token": "sesame"}));
+        }
+        let challenge = match request.path.starts_with("/v2/lib/basic") {
+            true => "Basic realm=x",
+            false => "Bearer realm=\"http://registry.invalid:5000/token\"",
+        };
+        match request.header("authorization") {
+            Some("Bearer sesame") => image.reply(request),
+            _ => Reply::status(401).header("WWW-Authenticate", challenge),
+        }
+    });
+    // A host that is not this machine, as far as anyone can tell.
+    let (proxy, _) = proxy(server.address.clone());
+    let home = home(&[]);
+    let json = json!({"auths": {"registry.invalid:5000": {"auth": NAMES[0].1}}});
+    write(&home.path().join(".docker/config.json"), &json.to_string());
+    let env = [
+        ("TEST_PLAIN", "registry.invalid:5000"),
+        ("HTTP_PROXY", &*format!("http://{proxy}")),
+    ];
+    for (name, says) in [("app", "got pulled"), ("basic", "401")] {
+        let name = format!("registry.invalid:5000/lib/{name}:1");
+        let out = pulled(&name, home.path(), &env);
+        assert!(out.contains("in the clear") && out.contains(says), "{out}");
+    }
+    assert_eq!(server.seen("/token").len(), 1);
+    let seen = server.seen("");
+    assert!(
+        seen.iter()
+            .all(|r| matches!(r.header("authorization"), None | Some("Bearer sesame")))
+    );
+    assert!(server.seen("/token")[0].header("authorization").is_none());
+}
+
+#[test]
 fn a_certificate_file_that_cannot_be_used_is_named() {
     let home = home(&[]);
     for (name, text) in [
