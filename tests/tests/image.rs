@@ -122,7 +122,8 @@ e2e! {
         let text = run.text();
         let pinned = text.trim_end();
         assert!(pinned.starts_with("docker.io/library/e2e:1@sha256:"), "{pinned}");
-        for name in ["e2e:1", pinned] {
+        let digest = pinned.split_once('@').unwrap().1;
+        for name in ["e2e:1", pinned, digest] {
             let run = bench.run(&bench.machine(name, &["echo", "ran"]));
             assert_eq!(run.text(), "ran\n");
         }
@@ -199,8 +200,10 @@ e2e! {
         running.child.stdout = Some(stdout);
         let run = running.finish();
         assert_eq!((run.code, run.text().as_str()), (0, "read\n"), "{}", run.stderr);
-        let run = bench.run(&["image", "rm", "e2e:1"]);
-        assert!(run.text().contains(&format!("removed {digest}")), "{}", run.text());
+        let run = bench.run(&["image", "prune", "--all", "--json"]);
+        let pruned: Value = serde_json::from_slice(&run.stdout).unwrap();
+        assert_eq!(pruned["images"][0], *digest);
+        assert!(pruned["bytes_freed"].as_u64() > Some(0));
         assert!(bench.ls().is_empty());
         let run = bench.try_run(&bench.machine("e2e:1", &["true"]));
         assert_eq!(run.code, 125, "{}", run.stderr);
@@ -215,6 +218,8 @@ e2e! {
         let run = bench.try_run(&["--error-format", "json", "image", "rm", "nosuch:1"]);
         let error: Value = serde_json::from_str(&run.stderr).unwrap();
         assert_eq!(error["error"]["code"], "image");
+        let run = bench.try_run(&["image", "inspect", "--json", "nosuch:1"]);
+        assert!(run.stderr.starts_with('{'), "{}", run.stderr);
         assert_eq!(bench.try_run(&["image", "rm"]).code, 2);
         let run = bench.try_run(&["image", "load", "-i", "./nosuch.tar"]);
         assert_eq!(run.code, 125);

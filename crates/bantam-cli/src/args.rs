@@ -28,6 +28,7 @@ impl Cli {
             | Command::Machine {
                 command: MachineCommand::Run(args),
             } if args.json => ErrorFormat::Json,
+            Command::Image { command } if command.json() => ErrorFormat::Json,
             _ => self.global.error_format,
         }
     }

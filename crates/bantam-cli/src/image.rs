@@ -39,6 +39,18 @@ pub(crate) enum ImageCommand {
     Save(SaveArgs),
 }
 
+impl ImageCommand {
+    /// Whether the result is JSON.
+    pub(crate) fn json(&self) -> bool {
+        match self {
+            Self::Ls(args) => args.json,
+            Self::Inspect(args) => args.json,
+            Self::Prune(args) => args.json,
+            Self::Pull(_) | Self::Rm(_) | Self::Load(_) | Self::Save(_) => false,
+        }
+    }
+}
+
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Prints the full reference of each image, with its digest. Layers that are in the store are not
@@ -93,6 +105,9 @@ pub(crate) struct PruneArgs {
     /// Every image that no machine uses
     #[arg(short, long)]
     all: bool,
+    /// One JSON object instead of text; sizes in bytes
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Debug, Args)]
@@ -308,6 +323,9 @@ fn rm(global: &Global, images: &Images, args: &RmArgs) -> Outcome {
 fn prune(global: &Global, images: &Images, args: &PruneArgs) -> Outcome {
     let reporter = progress::reporter(global.quiet);
     let pruned = images.prune(args.all, reporter.as_ref())?;
+    if args.json {
+        return json(&pruned);
+    }
     let mut text = String::new();
     for name in &pruned.names {
         text.push_str(&format!("untagged {name}\n"));

@@ -4,6 +4,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::reference::Reference;
 
@@ -12,6 +13,8 @@ use crate::reference::Reference;
 pub enum ImageSource {
     /// A registry.
     Registry(Reference),
+    /// An image that is in the store already.
+    Stored(Digest),
     /// A directory in OCI image layout (image-layout.md).
     OciLayoutDir(PathBuf),
     /// A tar of an OCI image layout, or what `docker save` writes; perhaps gzip or zstd compressed.
@@ -25,13 +28,17 @@ pub enum ImageSource {
 impl ImageSource {
     /// Understands what users type.
     ///
-    /// `-` is standard input. `oci:`, `oci-archive:`, `docker-archive:` and `dir:` say what a path is. Text that starts
+    /// `-` is standard input. A whole digest is an image of the store. `oci:`, `oci-archive:`, `docker-archive:` and `dir:` say what a path is. Text that starts
     /// with `/` or `.`, an existing path with a slash in it, and an existing file with `.tar` or `.tgz` in its name are
     /// looked at: a directory with an `oci-layout` file is a layout, any other directory a root file system, a file an
     /// archive. The rest are references: a directory `python` that happens to be here does not hide the image.
     pub fn parse(text: &str) -> Result<Self> {
         if text == "-" {
             return Ok(Self::Stdin);
+        }
+        // No tag of a repository called sha256 is that long.
+        if let Ok(digest) = Digest::parse(text) {
+            return Ok(Self::Stored(digest));
         }
         type Make = fn(PathBuf) -> ImageSource;
         let prefixes: [(&str, Make); 4] = [
@@ -76,6 +83,7 @@ impl fmt::Display for ImageSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Registry(reference) => reference.fmt(f),
+            Self::Stored(digest) => digest.fmt(f),
             Self::OciLayoutDir(path) => write!(f, "oci:{}", path.display()),
             Self::Archive(path) | Self::RootDir(path) => path.display().fmt(f),
             Self::Stdin => f.write_str("standard input"),
@@ -100,6 +108,15 @@ mod tests {
         let parse = |p: &Path| ImageSource::parse(p.to_str().unwrap()).unwrap();
 
         assert_eq!(ImageSource::parse("-").unwrap(), ImageSource::Stdin);
+        let digest = Digest::of(b"");
+        assert_eq!(
+            ImageSource::parse(&digest.to_string()).unwrap(),
+            ImageSource::Stored(digest)
+        );
+        assert!(matches!(
+            ImageSource::parse("sha256:abc").unwrap(),
+            ImageSource::Registry(_)
+        ));
         assert_eq!(parse(&layout), ImageSource::OciLayoutDir(layout.clone()));
         assert_eq!(parse(&rootfs), ImageSource::RootDir(rootfs.clone()));
         assert_eq!(parse(&file), ImageSource::Archive(file.clone()));

@@ -26,7 +26,7 @@ impl Store {
     /// An archive that names no image holds one; [`ResolveOptions::ref_name`] chooses one of several.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a registry reference or a root directory: neither is an archive of images.
+    /// [`Error::Unsupported`] for what is no archive or layout of images: a reference, a digest, a root directory.
     pub fn load(
         &self,
         source: &ImageSource,
@@ -48,7 +48,7 @@ impl Store {
                 path.display().to_string(),
             ),
             ImageSource::Stdin => (stdin()?, STDIN.to_owned()),
-            ImageSource::Registry(_) | ImageSource::RootDir(_) => {
+            ImageSource::Registry(_) | ImageSource::Stored(_) | ImageSource::RootDir(_) => {
                 return Err(Error::Unsupported {
                     what: format!("loading {source}"),
                     why: "it is no archive and no layout of images".to_owned(),

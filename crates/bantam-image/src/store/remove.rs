@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::progress::Progress;
 
 /// What [`Store::remove`] did.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Removed {
     /// References that mean nothing any more.
     pub names: Vec<String>,

@@ -63,6 +63,12 @@ impl<'a> Job<'a> {
     pub(super) fn resolve(&self, source: &ImageSource) -> Result<Image> {
         match source {
             ImageSource::Registry(reference) => self.registry(reference),
+            ImageSource::Stored(digest) => {
+                let image = self.store.find(digest)?;
+                image.ok_or_else(|| Error::NoSuchImage {
+                    image: digest.to_string(),
+                })
+            }
             ImageSource::OciLayoutDir(path) => self.layout_dir(path),
             ImageSource::Archive(path) => self.archive(path),
             ImageSource::Stdin => self.open_archive(stdin()?, STDIN),
