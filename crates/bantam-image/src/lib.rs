@@ -43,6 +43,9 @@ mod credentials;
 mod digest;
 pub mod erofs;
 mod error;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod layer;
 mod layout;
 mod limits;
