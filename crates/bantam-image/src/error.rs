@@ -128,13 +128,24 @@ impl Error {
         }
     }
 
-    /// Says where, for a file operation that only knows what it did.
-    pub(crate) fn at(self, dir: &Path) -> Error {
+    /// Says where there is no room to write, for an operation that only knows what it wrote.
+    pub(crate) fn at(self, path: &Path) -> Error {
+        let path = path.display().to_string();
         match self {
-            Error::Io { what, source } => Error::Io {
-                what: format!("{what} in {}", dir.display()),
-                source,
-            },
+            Error::Io { what, source }
+                if matches!(
+                    source.kind(),
+                    io::ErrorKind::StorageFull
+                        | io::ErrorKind::QuotaExceeded
+                        | io::ErrorKind::FileTooLarge
+                        | io::ErrorKind::ReadOnlyFilesystem
+                ) && !what.contains(&path) =>
+            {
+                Error::Io {
+                    what: format!("{what} in {path}"),
+                    source,
+                }
+            }
             other => other,
         }
     }

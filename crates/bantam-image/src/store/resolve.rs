@@ -108,7 +108,9 @@ impl<'a> Job<'a> {
         let chosen = client.choose(&self.options.platform, &self.options.limits)?;
         let blobs = self.store.blobs();
         let keep = || -> Result<Content> {
-            client.fetch(&chosen, &blobs, &self.store.dir, self.progress)?;
+            client
+                .fetch(&chosen, &blobs, &self.store.dir, self.progress)
+                .map_err(|error| error.at(&self.store.dir))?;
             blobs.keep_fetched(&self.store.dir, &chosen)
         };
         let image = self.once(&chosen, &blobs, Some(&keep))?;
@@ -197,7 +199,9 @@ impl<'a> Job<'a> {
             }
             let work = WorkDir::new(&self.store.dir)?;
             let (image, spool) = work.image_and_spool()?;
-            let (file, summary) = dir.to_erofs(image, spool, &self.options.limits)?;
+            let (file, summary) = dir
+                .to_erofs(image, spool, &self.options.limits)
+                .map_err(|error| error.at(&self.store.dir))?;
             if dir.digest(&self.options.limits)? != digest {
                 self.progress.message(&format!(
                     "{} changed while it was being read",

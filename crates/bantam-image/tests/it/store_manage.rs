@@ -573,6 +573,9 @@ fn a_full_and_a_read_only_store_say_where_and_why() {
     .flatten()
     .collect();
     let mut layout = Layout::new();
+    let root_dir = tempfile::tempdir().unwrap();
+    fs::write(root_dir.path().join("noise"), &noise).unwrap();
+    let root = ImageSource::RootDir(root_dir.path().to_owned());
     let plain = Tar::new().file("noise", noise).finish();
     add(&mut layout, "big:1", &[plain]);
     let options = ResolveOptions::default();
@@ -582,7 +585,12 @@ fn a_full_and_a_read_only_store_say_where_and_why() {
     };
     let load = || store.load(&layout.source(), None, &options, &NoProgress);
     let resolve = || store.resolve(&layout.source(), &options, &NoProgress);
-    for error in [chain(load().unwrap_err()), chain(resolve().unwrap_err())] {
+    let errors = [
+        load().unwrap_err(),
+        resolve().unwrap_err(),
+        store.resolve(&root, &options, &NoProgress).unwrap_err(),
+    ];
+    for error in errors.map(chain) {
         assert!(
             error.contains(path.to_str().unwrap()) && error.contains("No space left"),
             "{error}"
