@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bantam::{EngineChoice, Exec, Home, MachineBuilder, Platform, PullPolicy};
+use bantam::{EngineChoice, Exec, Home, MachineBuilder, Platform, PullPolicy, Registries};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::failure::Failure;
@@ -62,6 +62,23 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) error_format: ErrorFormat,
+    /// Speak plain HTTP to this registry; loopback addresses need no such word (repeatable)
+    #[arg(
+        long,
+        global = true,
+        value_name = "HOST[:PORT]",
+        help_heading = "Global options"
+    )]
+    pub(crate) plain_http: Vec<String>,
+    /// Ask MIRROR before the registry HOST itself (repeatable; docker.io is Docker Hub)
+    #[arg(
+        long,
+        global = true,
+        value_name = "HOST=MIRROR",
+        value_parser = parse_mirror,
+        help_heading = "Global options"
+    )]
+    pub(crate) mirror: Vec<(String, String)>,
     /// No notes and no progress on standard error
     #[arg(short, long, global = true, help_heading = "Global options")]
     pub(crate) quiet: bool,
@@ -73,6 +90,28 @@ impl Global {
             Some(dir) => Ok(Home::at(dir)),
             None => Ok(Home::from_env()?),
         }
+    }
+
+    /// How registries are to be reached.
+    pub(crate) fn registries(&self) -> Registries {
+        let mut registries = Registries {
+            plain_http: self.plain_http.clone(),
+            ..Registries::default()
+        };
+        for (host, mirror) in &self.mirror {
+            let mirrors = registries.mirrors.entry(host.clone()).or_default();
+            mirrors.push(mirror.clone());
+        }
+        registries
+    }
+}
+
+fn parse_mirror(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((host, mirror)) if !host.is_empty() && !mirror.is_empty() => {
+            Ok((host.to_owned(), mirror.to_owned()))
+        }
+        _ => Err("use HOST=MIRROR, such as docker.io=mirror.example.com".to_owned()),
     }
 }
 
@@ -272,6 +311,22 @@ mod tests {
         };
         assert_eq!(args.command, ["ls", "-la", "--json"]);
         assert!(!args.json);
+    }
+
+    #[test]
+    fn mirrors_of_one_registry_are_asked_in_order() {
+        let mirrors = [
+            "--mirror",
+            "docker.io=a.example",
+            "--mirror",
+            "docker.io=b.example",
+        ];
+        let all = ["bantam", "doctor"].iter().chain(&mirrors);
+        let registries = Cli::try_parse_from(all).unwrap().global.registries();
+        assert_eq!(registries.mirrors["docker.io"], ["a.example", "b.example"]);
+        for bad in ["docker.io", "=m", "docker.io="] {
+            assert!(Cli::try_parse_from(["bantam", "doctor", "--mirror", bad]).is_err());
+        }
     }
 
     #[test]

@@ -156,6 +156,7 @@ pub(crate) fn image(global: &Global, command: ImageCommand) -> Outcome {
 fn pull(global: &Global, images: &Images, args: PullArgs) -> Outcome {
     let options = ResolveOptions {
         platform: args.platform.unwrap_or_default(),
+        registries: global.registries(),
         ..ResolveOptions::default()
     };
     for reference in &args.references {
@@ -183,6 +184,7 @@ fn load(global: &Global, images: &Images, args: LoadArgs) -> Outcome {
     let options = ResolveOptions {
         platform: args.platform.unwrap_or_default(),
         ref_name: args.only,
+        registries: global.registries(),
         ..ResolveOptions::default()
     };
     let reporter = progress::reporter(global.quiet);

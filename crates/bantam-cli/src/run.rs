@@ -30,6 +30,7 @@ pub(crate) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
         .image(&args.image)
         .home(global.home()?)
         .pull(args.pull.into())
+        .registries(global.registries())
         .cpus(args.cpus)
         .memory_mib(args.mem)
         .engine(args.engine)

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bantam_image::{
-    Image, ImageSource, NoProgress, Platform, Progress, PullPolicy, ResolveOptions, Store,
+    Image, ImageSource, NoProgress, Platform, Progress, PullPolicy, Registries, ResolveOptions,
+    Store,
 };
 use bantam_protocol::HOST_CONTROL_PORT;
 use bantam_vmm::{Disk, EngineChoice, ExitCause, MemorySize, Phase, Timeline, Vm, VmConfig};
@@ -20,6 +21,7 @@ use crate::{Error, Home, Machine, guest};
 pub struct MachineBuilder {
     image: Option<ImageChoice>,
     pull: PullPolicy,
+    registries: Registries,
     platform: Option<Platform>,
     cpus: u8,
     memory_mib: u32,
@@ -54,6 +56,7 @@ impl Default for MachineBuilder {
         Self {
             image: None,
             pull: PullPolicy::default(),
+            registries: Registries::default(),
             platform: None,
             cpus: Self::DEFAULT_CPUS,
             memory_mib: Self::DEFAULT_MEMORY_MIB,
@@ -91,6 +94,13 @@ impl MachineBuilder {
     /// When to ask the registry. By default only for an image that is not in the store.
     pub fn pull(mut self, policy: PullPolicy) -> Self {
         self.pull = policy;
+        self
+    }
+
+    /// How registries are reached: mirrors, credentials, authorities, time limits. By default the
+    /// user's stored credentials are used.
+    pub fn registries(mut self, registries: Registries) -> Self {
+        self.registries = registries;
         self
     }
 
@@ -197,6 +207,7 @@ impl MachineBuilder {
         let options = ResolveOptions {
             platform: self.platform.clone().unwrap_or_default(),
             pull: self.pull,
+            registries: self.registries.clone(),
             ..ResolveOptions::default()
         };
         let store = Store::open(Path::new(home.images()))?;

@@ -41,8 +41,9 @@ mod wire;
 
 pub use bantam_image::Error as ImageError;
 pub use bantam_image::{
-    BlobInfo, Image, ImageConfig, ImageDetails, ImageSource, Layer, Loaded, NoProgress, Platform,
-    Progress, Pruned, PullPolicy, Reference, Removed, ResolveOptions, Stage, StoredImage, Usage,
+    BlobInfo, Credential, Image, ImageConfig, ImageDetails, ImageSource, Layer, Loaded, NoProgress,
+    Platform, Progress, Pruned, PullPolicy, Reference, Registries, Removed, ResolveOptions, Stage,
+    StoredImage, Timeouts, Usage,
 };
 pub use bantam_protocol::{FileFailureKind, Size, StartFailedKind};
 pub use bantam_vmm::{
