@@ -1,12 +1,17 @@
 //! Fetches layers into the store, several at a time.
+//!
+//! What has come of a layer lies in the store's `tmp` under the layer's digest, and stays there when a pull fails or
+//! its process is killed: the next pull goes on from there. It is never taken for the layer, which gets its name only
+//! once its digest is found right. What nobody asked for again within a day is removed.
 
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::{Read, Seek, Write};
-use std::path::Path;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ureq::http::header;
 
@@ -22,6 +27,8 @@ use crate::store::{BlobDir, WorkDir, lock, publish};
 
 /// Layers on the way at once.
 const PARALLEL: usize = 3;
+/// How long the beginning of a layer is kept.
+const PARTIAL_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
 impl Client<'_> {
     /// Makes sure that every layer's blob is in `blobs`. Each is fetched once, by one process.
@@ -49,7 +56,9 @@ impl Client<'_> {
         if wanted.is_empty() {
             return Ok(());
         }
-        let work = WorkDir::new(store)?;
+        // Makes `tmp` and removes what dead processes left in it.
+        drop(WorkDir::new(store)?);
+        remove_partials(store, PARTIAL_LIFETIME);
         let threads = wanted.len().min(PARALLEL);
         let queue = Mutex::new(wanted.into_iter());
         let results = thread::scope(|scope| {
@@ -67,7 +76,7 @@ impl Client<'_> {
                         layer: &layer,
                         progress,
                     };
-                    if let Err(error) = one.fetch(blobs, store, &work) {
+                    if let Err(error) = one.fetch(blobs, store) {
                         self.http.stop.set();
                         return Err(error);
                     }
@@ -109,13 +118,92 @@ struct One<'a> {
 
 /// What there is of it.
 struct Partial {
+    path: PathBuf,
     file: File,
     hasher: Hasher,
     got: u64,
+    /// Whether some of it is from an earlier pull.
+    is_inherited: bool,
+}
+
+impl Partial {
+    fn open(store: &Path, digest: &Digest, size: u64) -> Result<Self> {
+        let path = partials(store).join(format!("{PREFIX}{}", digest.file_name()));
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&path)
+            .map_err(Error::path("open", &path))?;
+        let mut partial = Self {
+            path,
+            file,
+            hasher: Hasher::new(digest.algorithm()),
+            got: 0,
+            is_inherited: false,
+        };
+        partial
+            .inherit(digest, size)
+            .map_err(Error::io(format!("cannot go on with layer {digest}")))?;
+        Ok(partial)
+    }
+
+    /// Takes over what an earlier pull has left.
+    fn inherit(&mut self, digest: &Digest, size: u64) -> io::Result<()> {
+        if self.file.metadata()?.len() > size {
+            return self.discard(digest);
+        }
+        let mut buf = vec![0; 128 * 1024];
+        loop {
+            let n = self.file.read(&mut buf)?;
+            if n == 0 {
+                break;
+            }
+            self.hasher.update(&buf[..n]);
+            self.got += n as u64;
+        }
+        self.is_inherited = self.got > 0;
+        Ok(())
+    }
+
+    fn discard(&mut self, digest: &Digest) -> io::Result<()> {
+        self.file.set_len(0)?;
+        self.file.rewind()?;
+        self.hasher = Hasher::new(digest.algorithm());
+        self.got = 0;
+        self.is_inherited = false;
+        Ok(())
+    }
+}
+
+const PREFIX: &str = "partial-";
+
+fn partials(store: &Path) -> PathBuf {
+    store.join("tmp")
+}
+
+/// Removes beginnings of layers that were last added to longer ago than that. In a day every pull has gone on or ended.
+pub(crate) fn remove_partials(store: &Path, age: Duration) {
+    let Ok(entries) = fs::read_dir(partials(store)) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let is_partial = entry.file_name().to_string_lossy().starts_with(PREFIX);
+        let changed = entry.metadata().and_then(|meta| meta.modified());
+        let is_old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|since| since >= age));
+        if is_partial && is_old {
+            let path = entry.path();
+            if let Err(error) = fs::remove_file(&path) {
+                tracing::warn!(path = %path.display(), %error, "cannot remove an old partial layer");
+            }
+        }
+    }
 }
 
 impl One<'_> {
-    fn fetch(&self, blobs: &BlobDir, store: &Path, work: &WorkDir) -> Result<()> {
+    fn fetch(&self, blobs: &BlobDir, store: &Path) -> Result<()> {
         let _lock = lock(store, &format!("blob-{}", self.digest.file_name()), || {
             self.progress
                 .message("another process is fetching a layer of this image; waiting for it");
@@ -124,16 +212,23 @@ impl One<'_> {
             return Ok(());
         }
         self.progress.layer_started(Stage::Download, self.layer);
-        let name = self.digest.file_name();
-        let mut partial = Partial {
-            file: work.create(&name)?,
-            hasher: Hasher::new(self.digest.algorithm()),
-            got: 0,
-        };
-        self.client
-            .each(&mut |endpoint| self.complete(endpoint, &mut partial))?;
-        partial.file.sync_all().map_err(self.not_stored())?;
-        publish(&work.path().join(&name), &blobs.path(self.digest))?;
+        let mut partial = Partial::open(store, self.digest, self.size)?;
+        if partial.is_inherited {
+            self.progress
+                .layer_advanced(Stage::Download, self.layer, partial.got);
+        }
+        let result = self
+            .client
+            .each(&mut |endpoint| self.complete(endpoint, &mut partial))
+            .and_then(|()| partial.file.sync_all().map_err(self.not_stored()));
+        if let Err(error) = result {
+            // A full disk is not to be kept full.
+            if partial.got == 0 || matches!(error, Error::Io { .. }) {
+                let _ = fs::remove_file(&partial.path);
+            }
+            return Err(error);
+        }
+        publish(&partial.path, &blobs.path(self.digest))?;
         self.progress.layer_finished(Stage::Download, self.layer);
         Ok(())
     }
@@ -146,7 +241,8 @@ impl One<'_> {
         let deadline = client.http.deadline(self.size);
         let mut etag = None;
         let mut idle = 0;
-        loop {
+        // Nothing can be asked for beyond the end.
+        while partial.got < self.size || partial.got == 0 {
             let before = partial.got;
             let Err(why) = self.read_on(endpoint, partial, &mut etag, deadline)? else {
                 break;
@@ -165,12 +261,16 @@ impl One<'_> {
         }
         let hasher = std::mem::replace(&mut partial.hasher, Hasher::new(self.digest.algorithm()));
         let what = client.what(endpoint, &self.path);
-        self.digest
-            .expect(&what, &hasher.finish())
-            .or_else(|error| {
-                self.discard(partial)?;
-                Err(error)
-            })
+        let Err(error) = self.digest.expect(&what, &hasher.finish()) else {
+            return Ok(());
+        };
+        let was_inherited = partial.is_inherited;
+        self.discard(partial)?;
+        if was_inherited {
+            // It may have been wrong before, as when power failed. This is tried without, once.
+            return self.complete(endpoint, partial);
+        }
+        Err(error)
     }
 
     /// Reads from where the blob stops here. The inner error says why a body broke off, which may be mended.
@@ -255,17 +355,10 @@ impl One<'_> {
     }
 
     fn discard(&self, partial: &mut Partial) -> Result<()> {
-        partial
-            .file
-            .set_len(0)
-            .and_then(|()| partial.file.rewind())
-            .map_err(self.not_stored())?;
-        partial.hasher = Hasher::new(self.digest.algorithm());
-        partial.got = 0;
-        Ok(())
+        partial.discard(self.digest).map_err(self.not_stored())
     }
 
-    fn not_stored(&self) -> impl FnOnce(std::io::Error) -> Error + use<> {
+    fn not_stored(&self) -> impl FnOnce(io::Error) -> Error + use<> {
         Error::io(format!("cannot store layer {}", self.digest))
     }
 

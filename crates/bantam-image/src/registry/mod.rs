@@ -21,4 +21,5 @@ mod retry;
 mod tls;
 
 pub(crate) use client::Client;
+pub(crate) use fetch::remove_partials;
 pub use options::{Registries, Timeouts};

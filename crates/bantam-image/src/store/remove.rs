@@ -206,6 +206,7 @@ impl Store {
         let tmp = self.dir.join("tmp");
         let before = space(&tmp)?;
         drop(WorkDir::new(&self.dir)?);
+        crate::registry::remove_partials(&self.dir, std::time::Duration::ZERO);
         let bytes = before.saturating_sub(space(&tmp)?);
         for path in read_dir(&self.dir.join("locks"))? {
             let name = path

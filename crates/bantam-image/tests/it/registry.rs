@@ -242,6 +242,7 @@ fn altered_cut_and_overlong_bodies_leave_nothing_in_the_store() {
         }),
         ("overlong", |reply| reply.body.extend([0; 10])),
     ];
+    let image_layer = served().layer;
     let keys: Vec<String> = served().objects.into_keys().collect();
     for (name, fault) in faults {
         for key in &keys {
@@ -267,7 +268,9 @@ fn altered_cut_and_overlong_bodies_leave_nothing_in_the_store() {
             assert!(result.is_err(), "{name} {key}");
             for dir in ["blobs/sha256", "images/v1", "tmp", "refs"] {
                 let left = fs::read_dir(store.path().join(dir)).map_or(0, Iterator::count);
-                assert_eq!(left, 0, "{name} {key}: {dir}");
+                // The beginning of a layer is for the next pull.
+                let kept = usize::from(dir == "tmp" && name == "cut" && *key == image_layer);
+                assert_eq!(left, kept, "{name} {key}: {dir}");
             }
         }
     }

@@ -18,6 +18,20 @@ fn status(error: &Error) -> Option<u16> {
     }
 }
 
+fn pull_into(
+    store: &std::path::Path,
+    server: &Server,
+    name: &str,
+    registries: Registries,
+) -> Result<bantam_image::Image, Error> {
+    let options = bantam_image::ResolveOptions {
+        registries,
+        ..Default::default()
+    };
+    let source = bantam_image::ImageSource::parse(&format!("{}/{name}", server.address))?;
+    bantam_image::Store::open(store)?.resolve(&source, &options, &NoProgress)
+}
+
 fn tried(retries: u32) -> Registries {
     let mut registries = quick();
     registries.timeouts.retries = retries;
@@ -162,6 +176,78 @@ fn a_server_without_ranges_sends_all_again() {
     let seen = server.seen("/blobs/");
     assert_eq!(seen[2].header("range"), Some("bytes=150-"));
     assert!(seen[2].header("if-range").is_none(), "it has no tag");
+}
+
+#[test]
+fn a_pull_goes_on_where_an_earlier_one_was_ended() {
+    // What is there already: a beginning, a wrong one, all, too much.
+    let layer = served().layer;
+    let blob = served().objects[&layer].1.clone();
+    let size = blob.len();
+    let mut wrong = blob[..100].to_vec();
+    wrong[50] ^= 1;
+    let too_much = [&blob[..], b"x"].concat();
+    let from = |n: usize| Some(format!("bytes={n}-"));
+    for (left, asked) in [
+        (&blob[..100], vec![from(100)]),
+        (&wrong, vec![from(100), None]),
+        (&blob[..size - 1], vec![from(size - 1)]),
+        (&blob, vec![]),
+        (&too_much, vec![None]),
+    ] {
+        let image = served();
+        let server = Server::start(move |request, _| image.reply(request).ranged(request));
+        let store = tempfile::tempdir().unwrap();
+        let name = format!(
+            "partial-{}",
+            layer.trim_start_matches("blobs/").replace(':', "-")
+        );
+        std::fs::create_dir(store.path().join("tmp")).unwrap();
+        std::fs::write(store.path().join("tmp").join(&name), left).unwrap();
+        let image = pull_into(store.path(), &server, "lib/app:1", quick()).unwrap();
+        assert_eq!(which(&image), "pulled");
+        let ranges = server
+            .seen(&layer)
+            .into_iter()
+            .map(|r| r.headers.get("range").cloned());
+        assert_eq!(ranges.collect::<Vec<_>>(), asked);
+        assert!(!store.path().join("tmp").join(&name).exists());
+    }
+}
+
+#[test]
+fn a_failed_pull_keeps_what_it_has() {
+    let layer = served().layer;
+    let server = faulty("/blobs/", 1..2, |_, reply| reply.cut(150));
+    let store = tempfile::tempdir().unwrap();
+    let pull = || pull_into(store.path(), &server, "lib/app:1", tried(0));
+    let error = pull().unwrap_err().to_string();
+    assert!(error.contains("150 of"), "{error}");
+    assert_eq!(which(&pull().unwrap()), "pulled");
+    let asked = server.seen(&layer);
+    assert_eq!(asked.len(), 2);
+    assert_eq!(asked[1].header("range"), Some("bytes=150-"));
+}
+
+#[test]
+fn beginnings_of_layers_go_after_a_day_or_when_pruned() {
+    let image = served();
+    let server = Server::start(move |request, _| image.reply(request));
+    let dir = tempfile::tempdir().unwrap();
+    let tmp = dir.path().join("tmp");
+    std::fs::create_dir(&tmp).unwrap();
+    for (name, age) in [("partial-old", 25), ("partial-new", 23)] {
+        let file = std::fs::File::create(tmp.join(name)).unwrap();
+        let hours = Duration::from_secs(age * 3600);
+        file.set_modified(std::time::SystemTime::now() - hours)
+            .unwrap();
+    }
+    pull_into(dir.path(), &server, "lib/app:1", quick()).unwrap();
+    let there = |name: &str| tmp.join(name).exists();
+    assert!(!there("partial-old") && there("partial-new"));
+    let store = bantam_image::Store::open(dir.path()).unwrap();
+    store.prune(false, &NoProgress).unwrap();
+    assert!(!there("partial-new"));
 }
 
 #[test]
