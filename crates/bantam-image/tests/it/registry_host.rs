@@ -17,13 +17,14 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use crate::common::registry::{Messages, Reply, Server, pull, served, which};
+use crate::common::skipped;
 
 /// Not a test: what the tests here run.
 #[test]
 #[ignore = "the other tests of this module run it"]
 fn pull_as_the_environment_says() {
     let Ok(name) = std::env::var("TEST_PULL") else {
-        return;
+        return skipped("other tests run this one, and say what to pull");
     };
     let said = Messages::default();
     let registries = Registries {
