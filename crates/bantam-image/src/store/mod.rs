@@ -89,7 +89,7 @@ pub struct ResolveOptions {
     pub ref_name: Option<String>,
     /// Bounds on the image.
     pub limits: Limits,
-    /// Which registries may be talked to in the clear.
+    /// How registries are reached: mirrors, credentials, authorities, time limits.
     pub registries: Registries,
 }
 
