@@ -453,13 +453,23 @@ impl<R: Read> TarReader<R> {
     }
 
     fn skip_rest(&mut self) -> Result<()> {
-        let mut left = std::mem::take(&mut self.unread) + std::mem::take(&mut self.padding);
+        let mut left = std::mem::take(&mut self.unread);
         let mut buf = [0; 8 * 1024];
         while left > 0 {
             let n = usize::try_from(left).map_or(buf.len(), |n| n.min(buf.len()));
             self.read_exact(&mut buf[..n])?;
             left -= n as u64;
         }
+        let padding = usize::try_from(std::mem::take(&mut self.padding)).unwrap_or(BLOCK);
+        let padding = &mut buf[..padding.min(BLOCK)];
+        // umoci's `insert` leaves out the padding of the last entry, with the end mark.
+        if !padding.is_empty()
+            && !read_block(&mut self.input, padding).map_err(read_failed(&self.what))?
+        {
+            self.done = true;
+            return Ok(());
+        }
+        self.position += padding.len() as u64;
         Ok(())
     }
 

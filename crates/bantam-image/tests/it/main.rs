@@ -13,7 +13,7 @@ mod formats;
 mod hostile;
 mod layers;
 mod model;
-mod real;
+mod real_images;
 mod registry;
 mod registry_auth;
 mod registry_faults;
