@@ -7,6 +7,7 @@
 mod boot;
 mod counts;
 mod exits;
+mod images;
 mod machine;
 mod memory;
 mod program;
@@ -43,6 +44,9 @@ struct Args {
     /// An image with busybox
     #[arg(long, default_value = "")]
     image: PathBuf,
+    /// An archive of an image to pull
+    #[arg(long, default_value = "")]
+    pull_image: PathBuf,
     /// The guest kernel's System.map
     #[arg(long)]
     system_map: Option<PathBuf>,
@@ -157,6 +161,12 @@ fn measure(args: Args, engine: EngineKind) -> Report {
             all.push((
                 "boot-instructions-4",
                 Box::new(move |r| boot::instructions(bench, 4, counted, r, progress)),
+            ));
+            // Has no engine: once is enough.
+            let archive = &args.pull_image;
+            all.push((
+                "pull",
+                Box::new(move |r| images::pull(&bench.program, archive, counted, r, progress)),
             ));
         }
         EngineKind::Native => all.push((

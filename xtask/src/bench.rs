@@ -83,6 +83,8 @@ struct Measured {
     program: PathBuf,
     bench: PathBuf,
     image: PathBuf,
+    /// What is pulled, if it has been made.
+    pulled: PathBuf,
     guest: PathBuf,
     system_map: PathBuf,
 }
@@ -102,6 +104,7 @@ impl Measured {
             program,
             bench: host::target_dir().join("release/bantam-bench"),
             image,
+            pulled: host::cache_dir()?.join("demo/debian-12-python.tar"),
             guest,
             system_map: kernel.vmlinux.with_file_name("System.map"),
         })
@@ -116,6 +119,7 @@ impl Measured {
             format!("--runs={runs}"),
             format!("--program={}", path(&self.program)),
             format!("--image={}", path(&self.image)),
+            format!("--pull-image={}", path(&self.pulled)),
             format!("--system-map={}", path(&self.system_map)),
         ]
     }

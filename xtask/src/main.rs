@@ -4,6 +4,7 @@ mod bench;
 mod cpio;
 mod demo;
 mod error;
+mod fuzz;
 mod guest;
 mod host;
 mod image;
@@ -72,6 +73,8 @@ enum Task {
     /// at their own paths, read-only. Its stdout, stderr and exit code are this
     /// command's.
     Rig(rig::RigArgs),
+    /// Run the fuzz targets for a while each; what they find is in target/fuzz/found
+    Fuzz(fuzz::FuzzArgs),
     /// Measure machines: boots, commands, memory; one table, and JSON
     Bench(bench::BenchArgs),
     /// Build and install the program and its guest for this user
@@ -97,6 +100,7 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Setup(args) => setup::command(args)?,
         Task::Demo { yes } => return demo::run(yes),
         Task::Test(args) => return test::run(&args),
+        Task::Fuzz(args) => return fuzz::command(&args),
         Task::Install { prefix } => install::run(prefix)?,
         Task::Kernel { force, keep } => {
             let options = kernel::Options { force, keep };

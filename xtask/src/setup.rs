@@ -56,6 +56,7 @@ impl Set {
                 "libpython3.11-testsuite",
                 "openssl",
                 "skopeo",
+                "time",
                 "umoci",
                 "zstd",
             ],

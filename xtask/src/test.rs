@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 
 use crate::error::{Error, Result};
+use crate::fuzz::{self, FuzzArgs};
 use crate::guest;
 use crate::host;
 use crate::image::{self, Which};
@@ -41,6 +42,10 @@ enum Suite {
     Deny,
     /// Unit, harness and KVM payload tests of all crates
     Unit,
+    /// Debian images through this crate and other programs (some minutes)
+    RealImages,
+    /// Fuzz targets, 20 seconds each
+    Fuzz,
     /// The program from outside, machines emulated by QEMU
     E2e,
     /// Hypervisor tests on a real KVM, in the nested rig
@@ -50,11 +55,13 @@ enum Suite {
 }
 
 impl Suite {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 9] = [
         Self::Format,
         Self::Lint,
         Self::Deny,
         Self::Unit,
+        Self::RealImages,
+        Self::Fuzz,
         Self::E2e,
         Self::RigUnit,
         Self::RigE2e,
@@ -66,6 +73,8 @@ impl Suite {
             Self::Lint => "lint",
             Self::Deny => "deny",
             Self::Unit => "unit",
+            Self::RealImages => "real images",
+            Self::Fuzz => "fuzz",
             Self::E2e => "e2e (emulated)",
             Self::RigUnit => "hypervisor (rig)",
             Self::RigE2e => "e2e (native, rig)",
@@ -79,6 +88,9 @@ impl Suite {
 
 /// Longest time of one test program in the rig, whose CPU is emulated.
 const RIG_SECONDS: u64 = 1800;
+
+/// The tests of the suite of that name, in `bantam-image`.
+const REAL_IMAGES: &str = "real_images::";
 
 /// Package of the end-to-end tests.
 const E2E: &str = "bantam-e2e";
@@ -98,6 +110,10 @@ pub(crate) fn run(args: &TestArgs) -> Result<ExitCode> {
         .into_iter()
         .filter(|suite| args.suite.is_empty() || args.suite.contains(suite))
         .filter(|suite| args.filter.is_none() || !suite.is_a_check())
+        // libtest knows one filter, which here names the suite.
+        .filter(|suite| {
+            args.filter.is_none() || *suite != Suite::RealImages || args.suite.contains(suite)
+        })
         .collect();
     let runner = Runner {
         filter: args.filter.as_deref(),
@@ -147,6 +163,8 @@ impl Runner<'_> {
             Suite::Lint => check(host::cargo().args(LINT)),
             Suite::Deny => deny(),
             Suite::Unit => self.unit(),
+            Suite::RealImages => self.real_images(),
+            Suite::Fuzz => self.fuzz(name),
             Suite::E2e => self.e2e(),
             Suite::RigUnit => self.in_rig(name, "bantam-hypervisor", &[]),
             Suite::RigE2e => self.e2e_in_rig(name),
@@ -167,10 +185,33 @@ impl Runner<'_> {
             .args(["test", "--workspace", "--no-fail-fast"])
             .args(["--exclude", E2E, "--"])
             .args(self.test_args())
+            .args(["--skip", REAL_IMAGES])
             // Some tests read a real kernel, or boot one.
             .env("BANTAM_TEST_KERNEL", &kernel)
             .env("BANTAM_TEST_KERNELS", &kernel);
         self.cargo_test(Suite::Unit.name(), &mut cargo)
+    }
+
+    fn real_images(&self) -> Result<(Results, String)> {
+        let mut cargo = host::cargo();
+        cargo
+            .args(["test", "--package", "bantam-image", "--test", "it", "--"])
+            // Each test holds some 600 MB of temporary files.
+            .args(["--show-output", "--test-threads=1"])
+            .arg(REAL_IMAGES);
+        self.cargo_test(Suite::RealImages.name(), &mut cargo)
+    }
+
+    fn fuzz(&self, row: &str) -> Result<(Results, String)> {
+        let targets = fuzz::targets(self.filter.unwrap_or_default());
+        if targets.is_empty() {
+            return Ok((Results::default(), String::new()));
+        }
+        let args = FuzzArgs {
+            seconds: fuzz::SECONDS,
+            targets,
+        };
+        fuzz::run(&args, row, &self.progress)
     }
 
     fn e2e(&self) -> Result<(Results, String)> {
