@@ -42,10 +42,10 @@ struct Args {
     #[arg(long, default_value = "bantam")]
     program: PathBuf,
     /// An image with busybox
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "busybox")]
     image: PathBuf,
     /// An archive of an image to pull
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "debian-12-python.tar")]
     pull_image: PathBuf,
     /// The guest kernel's System.map
     #[arg(long)]
