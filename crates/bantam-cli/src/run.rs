@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::time::Instant;
 
-use bantam::{Availability, EngineKind, Exec, Machine, Report, Timeline, probe_engines};
+use bantam::{Availability, EngineKind, Exec, Machine, Report, Timeline};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use serde::Serialize;
@@ -45,7 +45,7 @@ pub(crate) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
         builder = builder.kernel_args(words);
     }
     let machine = builder.start()?;
-    let notes = notes(machine.engine());
+    let notes = notes(&machine);
     if !global.quiet && !args.json {
         for note in &notes {
             // Notes are courtesy; a closed standard error does not matter.
@@ -134,12 +134,12 @@ fn command(
 }
 
 /// What the user should know about this run.
-fn notes(engine: EngineKind) -> Vec<String> {
-    match engine {
+fn notes(machine: &Machine) -> Vec<String> {
+    match machine.engine() {
         EngineKind::Native => Vec::new(),
         EngineKind::Emulated => {
-            let why = match probe_engines().native {
-                Availability::Ready(_) => "as asked".to_owned(),
+            let why = match &machine.engines().native {
+                Availability::Ready(_) => "as asked",
                 Availability::Unusable(reason) => reason,
             };
             vec![format!(

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use bantam_image::{Argv, Image, ImageConfig};
 use bantam_protocol::GUEST_EXEC_PORT;
-use bantam_vmm::{EngineKind, ExitCause, Phase, Timeline, Vm};
+use bantam_vmm::{EngineKind, EngineReport, ExitCause, Phase, Timeline, Vm};
 
 use crate::capped::Capped;
 use crate::control::Control;
@@ -216,6 +216,12 @@ impl Machine {
     #[must_use]
     pub fn engine(&self) -> EngineKind {
         self.0.vm.engine()
+    }
+
+    /// What the host offered when the engine was chosen.
+    #[must_use]
+    pub fn engines(&self) -> &EngineReport {
+        self.0.vm.engines()
     }
 
     /// When each phase was reached.
