@@ -28,6 +28,7 @@ pub struct MachineBuilder {
     engine: EngineChoice,
     kernel: Option<PathBuf>,
     kernel_args: Option<String>,
+    disk: Option<PathBuf>,
     home: Option<Home>,
     hostname: String,
     boot_timeout: Duration,
@@ -63,6 +64,7 @@ impl Default for MachineBuilder {
             engine: EngineChoice::Auto,
             kernel: None,
             kernel_args: None,
+            disk: None,
             home: None,
             hostname: "bantam".to_owned(),
             boot_timeout: Duration::from_secs(60),
@@ -140,6 +142,13 @@ impl MachineBuilder {
         self
     }
 
+    /// Keeps what the machine writes on this ext4 file system, a raw file, which a later machine
+    /// of the same image can go on with. Without it what is written is gone with the machine.
+    pub fn disk(mut self, path: impl Into<PathBuf>) -> Self {
+        self.disk = Some(path.into());
+        self
+    }
+
     /// Where images are kept; [`Home::from_env`] by default.
     pub fn home(mut self, home: Home) -> Self {
         self.home = Some(home);
@@ -174,14 +183,19 @@ impl MachineBuilder {
         let memory = MemorySize::from_mib(self.memory_mib)?;
         let image = self.resolve()?;
         timeline.mark(Phase::RootfsReady);
+        let mut disks = vec![Disk {
+            path: image.rootfs.clone(),
+            read_only: true,
+        }];
+        disks.extend(self.disk.clone().map(|path| Disk {
+            path,
+            read_only: false,
+        }));
         let config = VmConfig {
             cpus: self.cpus,
             memory,
             guest,
-            disks: vec![Disk {
-                path: image.rootfs.clone(),
-                read_only: true,
-            }],
+            disks,
             engine: self.engine,
             extra_cmdline: self.kernel_args.clone(),
         };
