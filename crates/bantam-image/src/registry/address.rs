@@ -75,6 +75,22 @@ pub(super) fn is_loopback(registry: &str) -> bool {
         || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
+/// Whether an address lies in a network, given by its first address and the length of its prefix in bits.
+pub(super) fn in_network(ip: IpAddr, network: IpAddr, length: u32) -> bool {
+    let (ip, network, width) = match (ip.to_canonical(), network) {
+        (IpAddr::V4(ip), IpAddr::V4(network)) => {
+            (u128::from(ip.to_bits()), u128::from(network.to_bits()), 32)
+        }
+        (IpAddr::V6(ip), IpAddr::V6(network)) => (ip.to_bits(), network.to_bits(), 128),
+        _ => return false,
+    };
+    match width - length.min(width) {
+        _ if length > width => false,
+        128 => true,
+        host_bits => ip >> host_bits == network >> host_bits,
+    }
+}
+
 /// A redirect's target (RFC 3986 §5).
 pub(super) fn resolve(base: &str, location: &str) -> Option<String> {
     let url = if location.starts_with("http://") || location.starts_with("https://") {

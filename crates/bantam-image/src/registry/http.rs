@@ -8,10 +8,12 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde::Deserialize;
 use ureq::http::{HeaderName, Response, header};
+use ureq::unversioned::transport::DefaultConnector;
 use ureq::{Agent, Body, Proxy};
 
 use super::address::{Address, resolve};
 use super::options::Registries;
+use super::public::PublicOnly;
 use super::retry::{Stop, backoff, may_pass, retry_after};
 use super::tls::{self, Tls};
 use super::{options::Timeouts, proxy};
@@ -82,6 +84,7 @@ pub(super) struct Http<'a> {
     pub(super) timeouts: Timeouts,
     pub(super) progress: &'a dyn Progress,
     pub(super) stop: Stop,
+    public_only: bool,
     tls: Tls,
     agents: Mutex<HashMap<Address, Agent>>,
 }
@@ -92,6 +95,7 @@ impl<'a> Http<'a> {
             timeouts: registries.timeouts,
             progress: &NoProgress,
             stop: Stop::default(),
+            public_only: registries.public_only,
             tls: Tls::new(registries.certificate_dirs.as_deref()),
             agents: Mutex::default(),
         }
@@ -220,6 +224,12 @@ impl<'a> Http<'a> {
             return Ok(agent.clone());
         }
         let proxy = match proxy::choose(&env_text, address) {
+            Some((_, variable)) if self.public_only => {
+                return Err(format!(
+                    "{address}: refused, as only addresses of the public internet may be connected to, and the \
+                     proxy that {variable} names connects to what it likes"
+                ));
+            }
             Some((proxy, variable)) => Some(parse_proxy(&proxy, variable)?),
             None => None,
         };
@@ -239,7 +249,11 @@ impl<'a> Http<'a> {
             "https" => config.tls_config(self.tls.config(&address.authority(), &env)?),
             _ => config,
         };
-        let agent = config.build().new_agent();
+        let config = config.build();
+        let agent = match self.public_only {
+            true => Agent::with_parts(config, DefaultConnector::default(), PublicOnly::default()),
+            false => config.new_agent(),
+        };
         agents.insert(address.clone(), agent.clone());
         Ok(agent)
     }
@@ -254,6 +268,7 @@ impl<'a> Http<'a> {
         };
         let why = match error {
             ureq::Error::Timeout(_) => format!("{at} does not answer in time ({error}){through}"),
+            ureq::Error::Other(why) => format!("{at}: {why}"),
             _ => format!("{at}: {error}{through}"),
         };
         let passing = match error {

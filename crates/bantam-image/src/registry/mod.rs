@@ -7,6 +7,7 @@
 //!   for; other refusals are final ([`retry`]).
 //! - A blob that breaks off goes on where it stopped. Each read has a time limit and so has the whole, by its size.
 //! - All bytes are checked against the digest that the image names, whoever sent them.
+//! - If the caller wants it, only addresses of the public internet are connected to ([`public`]).
 //! - Proxies come from the environment ([`proxy`]), authorities and client certificates from the host ([`tls`]).
 
 mod address;
@@ -17,6 +18,7 @@ mod fetch;
 mod http;
 mod options;
 mod proxy;
+mod public;
 mod retry;
 mod tls;
 

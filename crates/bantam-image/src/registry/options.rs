@@ -27,6 +27,13 @@ pub struct Registries {
     /// client certificate and its key (`*.cert`, `*.key`), all in PEM. `None` means `/etc/docker/certs.d` and
     /// `/etc/containers/certs.d`.
     pub certificate_dirs: Option<Vec<PathBuf>>,
+    /// Connect to addresses of the public internet only: for programs that pull what strangers name, who might mean a
+    /// service of the program's own network or its cloud's metadata. Off by default, as many registries are local.
+    ///
+    /// It holds for the addresses that names are found to have when they are connected to, of registries, mirrors, token
+    /// servers and whatever they redirect to. A proxy would do its own looking up, so with this a pull that would use
+    /// one fails. Public addresses of the program's own hosts are public; keep those apart by firewall.
+    pub public_only: bool,
     /// How long and how often to try.
     pub timeouts: Timeouts,
 }

@@ -5,7 +5,7 @@
 
 use std::net::IpAddr;
 
-use super::address::{Address, is_loopback};
+use super::address::{Address, in_network, is_loopback};
 
 /// The proxy for `address`, and the variable that names it. None leads to this machine.
 pub(super) fn choose(
@@ -75,21 +75,6 @@ fn matches(entry: &str, address: &Address) -> bool {
         || host
             .strip_suffix(&name)
             .is_some_and(|rest| rest.ends_with('.'))
-}
-
-fn in_network(ip: IpAddr, network: IpAddr, length: u32) -> bool {
-    let (ip, network, width) = match (ip.to_canonical(), network) {
-        (IpAddr::V4(ip), IpAddr::V4(network)) => {
-            (u128::from(ip.to_bits()), u128::from(network.to_bits()), 32)
-        }
-        (IpAddr::V6(ip), IpAddr::V6(network)) => (ip.to_bits(), network.to_bits(), 128),
-        _ => return false,
-    };
-    match width - length.min(width) {
-        _ if length > width => false,
-        128 => true,
-        host_bits => ip >> host_bits == network >> host_bits,
-    }
 }
 
 #[cfg(test)]

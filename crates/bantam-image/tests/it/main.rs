@@ -18,6 +18,7 @@ mod registry;
 mod registry_auth;
 mod registry_faults;
 mod registry_host;
+mod registry_public;
 mod registry_real;
 mod sources;
 mod store;

@@ -8,7 +8,9 @@ use bantam_image::{Error, NoProgress, Registries};
 use serde_json::json;
 
 use crate::common::image::{OCI_LAYER, OCI_MANIFEST};
-use crate::common::registry::{Messages, Reply, Request, Server, pull, quick, served, which};
+use crate::common::registry::{
+    Messages, NOBODY, Reply, Request, Server, pull, quick, served, which,
+};
 use crate::common::{Layout, Tar, digest};
 
 fn status(error: &Error) -> Option<u16> {
@@ -431,9 +433,7 @@ fn mirrors_are_asked_in_order_and_the_registry_last() {
     let image = served();
     let origin = Server::start(move |request, _| image.reply(request));
     // Nobody there; knows nothing; knows the manifest only, and has an altered layer below a prefix.
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let nobody_there = nobody.local_addr().unwrap().to_string();
-    drop(nobody);
+    let nobody_there = NOBODY.to_owned();
     let empty = Server::start(|_, _| Reply::status(404));
     let image = served();
     let altered = Server::start(move |request, _| {

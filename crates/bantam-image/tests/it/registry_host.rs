@@ -29,6 +29,7 @@ fn pull_as_the_environment_says() {
     let said = Messages::default();
     let registries = Registries {
         plain_http: std::env::var("TEST_PLAIN").into_iter().collect(),
+        public_only: std::env::var("TEST_PUBLIC_ONLY").is_ok(),
         timeouts: Timeouts {
             helper: Duration::from_millis(300),
             retries: 0,

@@ -51,16 +51,9 @@ impl RealRegistry {
 
     /// With more lines for the configuration, below `http`, `storage` and at the end.
     fn with(dir: TempDir, http: &str, storage: &str, more: &str) -> Self {
-        // The port is free now; if it is taken in between, the registry says so and the test fails.
-        let port = TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
-        let address = format!("127.0.0.1:{port}");
         let data = dir.path().join("data");
         let config = format!(
-            "version: 0.1\nlog: {{level: info, accesslog: {{disabled: true}}}}\nstorage:\n  filesystem: {{rootdirectory: {}}}\n{storage}http:\n  addr: {address}\n{http}{more}",
+            "version: 0.1\nlog: {{level: info, accesslog: {{disabled: true}}}}\nstorage:\n  filesystem: {{rootdirectory: {}}}\n{storage}http:\n  addr: 127.0.0.1:0\n{http}{more}",
             data.display()
         );
         let file = dir.path().join("config.yml");
@@ -76,11 +69,19 @@ impl RealRegistry {
             .lines()
             .map_while(Result::ok);
         let mut said = String::new();
-        let up = log.any(|line| {
+        // The port is the system's choice, and known once the registry has it: one chosen here could be taken
+        // by another test before the registry gets to it.
+        let address = log.find_map(|line| {
             said = said.clone() + &line + "\n";
-            line.contains("listening on")
+            Some(
+                line.split_once("listening on ")?
+                    .1
+                    .split(['"', ','])
+                    .next()?
+                    .to_owned(),
+            )
         });
-        assert!(up, "docker-registry does not start: {said}");
+        let address = address.unwrap_or_else(|| panic!("docker-registry does not start: {said}"));
         std::thread::spawn(move || log.for_each(drop));
         Self {
             child,

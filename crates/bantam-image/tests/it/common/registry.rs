@@ -15,6 +15,10 @@ use tempfile::TempDir;
 use super::image::{OCI_CONFIG, OCI_LAYER, OCI_MANIFEST};
 use super::{Layout, Tar, digest, gzip, read_erofs};
 
+/// An address where nobody listens. A port that was free a moment ago might be another test's by now; this one is never
+/// given out by itself.
+pub(crate) const NOBODY: &str = "127.0.0.1:1";
+
 /// A request as the server saw it. Header names are in lower case.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Request {
@@ -97,13 +101,22 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start(handler: impl Fn(&Request, &str) -> Reply + Send + Sync + 'static) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        Self::start_at("127.0.0.1", handler)
+    }
+
+    /// At an address of this host; that of IPv6 stands in brackets.
+    pub(crate) fn start_at(
+        ip: &str,
+        handler: impl Fn(&Request, &str) -> Reply + Send + Sync + 'static,
+    ) -> Self {
+        let listener = TcpListener::bind(format!("{ip}:0")).unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let seen = Arc::new(Mutex::new(Vec::new()));
         let handler = Arc::new(handler);
         let (log, own) = (Arc::clone(&seen), address.clone());
         std::thread::spawn(move || {
-            for stream in listener.incoming().map_while(Result::ok) {
+            // A connection that the client gave up is an error here, and no reason to serve nobody else.
+            for stream in listener.incoming().flatten() {
                 let (handler, log, own) = (Arc::clone(&handler), Arc::clone(&log), own.clone());
                 std::thread::spawn(move || serve(stream, &*handler, &log, &own));
             }
