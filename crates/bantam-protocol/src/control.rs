@@ -81,6 +81,11 @@ pub enum HostControl {
         /// Milliseconds between the two signals; 0 sends SIGKILL at once.
         grace_ms: u32,
     },
+    /// Set the wall clock: the guest was paused, or the host slept.
+    SetClock {
+        /// Nanoseconds since 1970-01-01 00:00 UTC.
+        wall_clock_ns: u64,
+    },
 }
 
 /// What a guest cannot know by itself.
@@ -101,6 +106,7 @@ impl HostControl {
         match self {
             Self::Configure(configure) => encode_value(Kind::Configure, configure),
             Self::Shutdown { grace_ms } => encode_value(Kind::Shutdown, grace_ms),
+            Self::SetClock { wall_clock_ns } => encode_value(Kind::SetClock, wall_clock_ns),
         }
     }
 
@@ -112,6 +118,9 @@ impl HostControl {
         match frame.kind {
             Kind::Configure => frame.parse().map(Self::Configure),
             Kind::Shutdown => frame.parse().map(|grace_ms| Self::Shutdown { grace_ms }),
+            Kind::SetClock => frame
+                .parse()
+                .map(|wall_clock_ns| Self::SetClock { wall_clock_ns }),
             kind => Err(Error::Unexpected(kind)),
         }
     }

@@ -4,6 +4,7 @@
 //! order; the guest answers `StartFailed`, or `Started`, `Stdout`/`Stderr`…, `Exit`.
 //! A host that hangs up, even in one direction, before `Exit` kills everything the
 //! command started. What a finished command left running in the background stays.
+//! A command with [`detach`](ExecRequest::detach) is let go: `Started` ends its stream.
 //!
 //! Standard input has a window of its own, so that a command that does not read
 //! never keeps a `Signal` or a `Kill` from being seen: the host may have sent at most
@@ -12,12 +13,14 @@
 //!
 //! Writing a file: `WriteFile`, `Stdin`…, `StdinEof`, without a window; the guest
 //! answers `FileDone` or `FileFailed`. Reading: `ReadFile`; the guest answers `FileOpened`, `Stdout`…,
-//! `FileDone`, or `FileFailed` at any point. The last message ends the stream.
+//! `FileDone`, or `FileFailed` at any point. Trees go the same way as tar archives:
+//! `WriteTree` and `ReadTree`, with `TreeDone` at the end.
+//! `GetStats` is answered with `Stats`. The last message ends the stream.
 
 use serde::{Deserialize, Serialize};
 
 use crate::frame::{encode_bytes, encode_value};
-use crate::{Error, Frame, Kind};
+use crate::{Error, Frame, GuestStats, Kind, ReadTree, TreeSummary, WriteTree};
 
 /// What the host says on an exec stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,6 +31,12 @@ pub enum HostExec<'a> {
     WriteFile(WriteFile),
     /// Send a file.
     ReadFile(ReadFile),
+    /// Send a file or directory as a tar archive.
+    ReadTree(ReadTree),
+    /// Extract the tar archive that follows.
+    WriteTree(WriteTree),
+    /// Say how the guest fares.
+    GetStats,
     /// Bytes for standard input, or of the file. To send without a copy use
     /// [`write_frame`](crate::write_frame) with [`Kind::Stdin`].
     Stdin(&'a [u8]),
@@ -64,6 +73,9 @@ pub struct ExecRequest {
     pub stdin: bool,
     /// Kill everything the command started after so many milliseconds.
     pub timeout_ms: Option<u64>,
+    /// Let it go once it runs: its standard streams are `/dev/null`, `Started` ends the
+    /// stream, and the command lives on, for at most its timeout if it has one.
+    pub detach: bool,
 }
 
 /// A terminal's size in character cells.
@@ -105,6 +117,9 @@ impl<'a> HostExec<'a> {
             Self::Exec(request) => encode_value(Kind::Exec, request),
             Self::WriteFile(request) => encode_value(Kind::WriteFile, request),
             Self::ReadFile(request) => encode_value(Kind::ReadFile, request),
+            Self::ReadTree(request) => encode_value(Kind::ReadTree, request),
+            Self::WriteTree(request) => encode_value(Kind::WriteTree, request),
+            Self::GetStats => encode_bytes(Kind::GetStats, &[]),
             Self::Stdin(bytes) => encode_bytes(Kind::Stdin, bytes),
             Self::StdinEof => encode_bytes(Kind::StdinEof, &[]),
             Self::Resize(size) => encode_value(Kind::Resize, size),
@@ -122,6 +137,9 @@ impl<'a> HostExec<'a> {
             Kind::Exec => frame.parse().map(Self::Exec),
             Kind::WriteFile => frame.parse().map(Self::WriteFile),
             Kind::ReadFile => frame.parse().map(Self::ReadFile),
+            Kind::ReadTree => frame.parse().map(Self::ReadTree),
+            Kind::WriteTree => frame.parse().map(Self::WriteTree),
+            Kind::GetStats => frame.empty(Self::GetStats),
             Kind::Stdin => Ok(Self::Stdin(frame.payload)),
             Kind::StdinEof => frame.empty(Self::StdinEof),
             Kind::Resize => frame.parse().map(Self::Resize),
@@ -156,8 +174,12 @@ pub enum GuestExec<'a> {
     FileOpened(FileInfo),
     /// The whole file was read or written; nothing follows.
     FileDone,
-    /// The file could not be read or written; nothing follows.
+    /// The file or tree could not be read or written; nothing follows.
     FileFailed(FileFailure),
+    /// The whole tree was read or written; nothing follows.
+    TreeDone(TreeSummary),
+    /// How the guest fares; nothing follows.
+    Stats(GuestStats),
 }
 
 /// Why a command could not be started.
@@ -260,6 +282,8 @@ impl<'a> GuestExec<'a> {
             Self::FileOpened(info) => encode_value(Kind::FileOpened, info),
             Self::FileDone => encode_bytes(Kind::FileDone, &[]),
             Self::FileFailed(failure) => encode_value(Kind::FileFailed, failure),
+            Self::TreeDone(summary) => encode_value(Kind::TreeDone, summary),
+            Self::Stats(stats) => encode_value(Kind::Stats, stats),
         }
     }
 
@@ -279,6 +303,8 @@ impl<'a> GuestExec<'a> {
             Kind::FileOpened => frame.parse().map(Self::FileOpened),
             Kind::FileDone => frame.empty(Self::FileDone),
             Kind::FileFailed => frame.parse().map(Self::FileFailed),
+            Kind::TreeDone => frame.parse().map(Self::TreeDone),
+            Kind::Stats => frame.parse().map(Self::Stats),
             kind => Err(Error::Unexpected(kind)),
         }
     }

@@ -20,12 +20,20 @@ pub enum Kind {
     Configure = 0x10,
     /// Host to guest, control: stop everything and power off; the grace in milliseconds.
     Shutdown = 0x11,
+    /// Host to guest, control: set the wall clock; nanoseconds since 1970.
+    SetClock = 0x12,
     /// Host to guest, first on its stream: [`ExecRequest`](crate::ExecRequest).
     Exec = 0x20,
     /// Host to guest, first on its stream: [`WriteFile`](crate::WriteFile).
     WriteFile = 0x21,
     /// Host to guest, first on its stream: [`ReadFile`](crate::ReadFile).
     ReadFile = 0x22,
+    /// Host to guest, first on its stream: [`ReadTree`](crate::ReadTree).
+    ReadTree = 0x23,
+    /// Host to guest, first on its stream: [`WriteTree`](crate::WriteTree).
+    WriteTree = 0x24,
+    /// Host to guest, first on its stream: how the guest fares; empty.
+    GetStats = 0x25,
     /// Host to guest: bytes for standard input, or of the file; raw.
     Stdin = 0x28,
     /// Host to guest: no more bytes will come; empty.
@@ -56,18 +64,26 @@ pub enum Kind {
     StdinCredit = 0x38,
     /// Guest to host: the command closed its standard input; empty.
     StdinClosed = 0x39,
+    /// Guest to host, last: the whole tree was moved: [`TreeSummary`](crate::TreeSummary).
+    TreeDone = 0x3a,
+    /// Guest to host, last: [`GuestStats`](crate::GuestStats).
+    Stats = 0x3b,
 }
 
 impl Kind {
-    const ALL: [Self; 23] = [
+    const ALL: [Self; 29] = [
         Self::Hello,
         Self::BootFailed,
         Self::ShuttingDown,
         Self::Configure,
         Self::Shutdown,
+        Self::SetClock,
         Self::Exec,
         Self::WriteFile,
         Self::ReadFile,
+        Self::ReadTree,
+        Self::WriteTree,
+        Self::GetStats,
         Self::Stdin,
         Self::StdinEof,
         Self::Resize,
@@ -83,6 +99,8 @@ impl Kind {
         Self::FileFailed,
         Self::StdinCredit,
         Self::StdinClosed,
+        Self::TreeDone,
+        Self::Stats,
     ];
 
     /// Most bytes a payload of this kind may have.
@@ -90,7 +108,9 @@ impl Kind {
     pub const fn max_payload(self) -> usize {
         match self {
             Self::Stdin | Self::Stdout | Self::Stderr => MAX_DATA_LEN,
-            Self::Exec | Self::WriteFile | Self::ReadFile => MAX_REQUEST_LEN,
+            Self::Exec | Self::WriteFile | Self::ReadFile | Self::ReadTree | Self::WriteTree => {
+                MAX_REQUEST_LEN
+            }
             _ => MAX_MESSAGE_LEN,
         }
     }

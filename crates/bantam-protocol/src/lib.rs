@@ -7,7 +7,7 @@
 //!   [`HostControl::Configure`] and, at the end, [`HostControl::Shutdown`].
 //!   A guest whose control stream is hung up powers off.
 //! * **exec streams**: the host connects to [`GUEST_EXEC_PORT`], one stream for
-//!   each command or file transfer. The first frame is the request; see
+//!   each command, file transfer or question. The first frame is the request; see
 //!   [`HostExec`] and [`GuestExec`] for what follows.
 //!
 //! Both carry length-delimited frames ([`FrameHeader`]). Structured payloads are
@@ -22,6 +22,8 @@ mod control;
 mod error;
 mod exec;
 mod frame;
+mod stats;
+mod tree;
 
 pub use control::{BootTimings, Configure, GuestControl, Hello, HostControl};
 pub use error::Error;
@@ -30,9 +32,11 @@ pub use exec::{
     ReadFile, Size, StartFailed, StartFailedKind, WriteFile,
 };
 pub use frame::{Decoder, Frame, FrameHeader, Kind, read_frame, write_frame};
+pub use stats::{DiskUse, GuestStats};
+pub use tree::{ReadTree, TreePlace, TreeSummary, WriteTree};
 
 /// The version both sides must agree on; a change to any message changes it.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// The vsock port on which the host waits for the guest's control stream.
 pub const HOST_CONTROL_PORT: u32 = 1024;

@@ -4,10 +4,11 @@
 use std::io::Cursor;
 
 use bantam_protocol::{
-    BootTimings, Configure, Decoder, Error, ExecRequest, Exit, ExitStatus, FileFailure,
-    FileFailureKind, FileInfo, Frame, FrameHeader, GuestControl, GuestExec, Hello, HostControl,
-    HostExec, Kind, MAX_DATA_LEN, MAX_MESSAGE_LEN, MAX_REQUEST_LEN, MAX_TEXT_LEN, ReadFile, Size,
-    StartFailed, StartFailedKind, WriteFile, clip_text, read_frame, write_frame,
+    BootTimings, Configure, Decoder, DiskUse, Error, ExecRequest, Exit, ExitStatus, FileFailure,
+    FileFailureKind, FileInfo, Frame, FrameHeader, GuestControl, GuestExec, GuestStats, Hello,
+    HostControl, HostExec, Kind, MAX_DATA_LEN, MAX_MESSAGE_LEN, MAX_REQUEST_LEN, MAX_TEXT_LEN,
+    ReadFile, ReadTree, Size, StartFailed, StartFailedKind, TreePlace, TreeSummary, WriteFile,
+    WriteTree, clip_text, read_frame, write_frame,
 };
 use proptest::collection::vec;
 use proptest::option;
@@ -51,9 +52,10 @@ fn exec_requests() -> impl Strategy<Value = ExecRequest> {
         option::of((any::<u16>(), any::<u16>())),
         any::<bool>(),
         option::of(any::<u64>()),
+        any::<bool>(),
     )
         .prop_map(
-            |(argv, env, cwd, create_cwd, user, tty, stdin, timeout_ms)| ExecRequest {
+            |(argv, env, cwd, create_cwd, user, tty, stdin, timeout_ms, detach)| ExecRequest {
                 argv,
                 env,
                 cwd,
@@ -62,6 +64,7 @@ fn exec_requests() -> impl Strategy<Value = ExecRequest> {
                 tty: tty.map(|(cols, rows)| Size { cols, rows }),
                 stdin,
                 timeout_ms,
+                detach,
             },
         )
 }
@@ -134,6 +137,19 @@ fn every_other_message_survives_the_wire() {
         HostExec::ReadFile(ReadFile {
             path: b"/b".to_vec(),
         }),
+        HostExec::ReadTree(ReadTree {
+            path: b"/c\xff/.".to_vec(),
+            follow_link: true,
+        }),
+        HostExec::WriteTree(WriteTree {
+            path: b"/d".to_vec(),
+            place: TreePlace::One {
+                name: b"\xfe".to_vec(),
+                directory: true,
+            },
+            owners: true,
+        }),
+        HostExec::GetStats,
         HostExec::Stdin(b"\0\xff"),
         HostExec::StdinEof,
         HostExec::Resize(Size { cols: 80, rows: 24 }),
@@ -168,6 +184,21 @@ fn every_other_message_survives_the_wire() {
             kind: FileFailureKind::NoSpace,
             message: "full".into(),
         }),
+        GuestExec::TreeDone(TreeSummary {
+            entries: u64::MAX,
+            bytes: 1,
+            skipped: 2,
+        }),
+        GuestExec::Stats(GuestStats {
+            memory_total: u64::MAX,
+            cpus: 2,
+            load_hundredths: [1, 2, 3],
+            disk: DiskUse {
+                total: 3,
+                ..DiskUse::default()
+            },
+            ..GuestStats::default()
+        }),
     ];
     for message in guest {
         let bytes = message.encode().unwrap();
@@ -197,6 +228,9 @@ fn every_other_message_survives_the_wire() {
             wall_clock_ns: 1_700_000_000_000_000_000,
         }),
         HostControl::Shutdown { grace_ms: 2_000 },
+        HostControl::SetClock {
+            wall_clock_ns: u64::MAX,
+        },
     ];
     for message in control {
         let bytes = message.encode().unwrap();
