@@ -104,6 +104,32 @@ pub enum Error {
         /// The operating system's reason.
         source: io::Error,
     },
+    /// A machine's disk could not be made or grown.
+    #[error("{what} {}", path.display())]
+    Disk {
+        /// What was attempted.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The operating system's reason.
+        source: io::Error,
+    },
+    /// No disk has this size.
+    #[error(
+        "a disk of {gib} GiB is outside {} to {} GiB",
+        crate::disk::MIN_GIB,
+        crate::disk::MAX_GIB
+    )]
+    DiskSize {
+        /// The size asked for, in GiB.
+        gib: u32,
+    },
+    /// The file system that disks are made of was not found.
+    #[error("the template of disks was not found (looked for disk.ext4 in {})", join(.searched))]
+    DiskTemplateNotFound {
+        /// Every directory that was tried.
+        searched: Vec<PathBuf>,
+    },
     /// No directory for state could be determined.
     #[error(
         "cannot tell where to keep images: neither BANTAM_HOME, XDG_CACHE_HOME nor HOME is set"
@@ -129,7 +155,7 @@ impl Error {
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::NoImage => Some("name one, for example --image debian:12 or --image ./image.tar".into()),
-            Self::GuestNotFound { .. } => Some(
+            Self::GuestNotFound { .. } | Self::DiskTemplateNotFound { .. } => Some(
                 "build them with `cargo xtask guest`, or name a directory in BANTAM_GUEST_DIR".into(),
             ),
             Self::AgentVersion { .. } => {
@@ -179,6 +205,8 @@ impl Error {
             Self::TooLarge { .. } => "too_large",
             Self::Protocol(_) => "protocol",
             Self::Io { .. } => "io",
+            Self::Disk { .. } | Self::DiskSize { .. } => "disk",
+            Self::DiskTemplateNotFound { .. } => "disk_template_not_found",
             Self::NoHome => "no_home",
         }
     }

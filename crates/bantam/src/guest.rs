@@ -10,6 +10,7 @@ use crate::home::variable;
 
 const KERNEL: &str = "vmlinux";
 const INITRAMFS: &str = "initramfs.cpio";
+const DISK_TEMPLATE: &str = "disk.ext4";
 
 /// The directories in which the guest's files are looked for, best first:
 /// `$BANTAM_GUEST_DIR` alone if it is set; otherwise `guest` beside the running program and
@@ -53,4 +54,17 @@ pub fn find_guest(kernel: Option<PathBuf>) -> Result<GuestKernel, Error> {
         }
     }
     Err(Error::GuestNotFound { searched })
+}
+
+/// The first template for [`disk::create`](crate::disk::create) in [`guest_search_path`].
+///
+/// # Errors
+/// [`Error::DiskTemplateNotFound`] naming every directory that was tried.
+pub fn find_disk_template() -> Result<PathBuf, Error> {
+    let searched = guest_search_path();
+    let mut candidates = searched.iter().map(|dir| dir.join(DISK_TEMPLATE));
+    match candidates.find(|file| file.is_file()) {
+        Some(file) => Ok(file),
+        None => Err(Error::DiskTemplateNotFound { searched }),
+    }
 }
