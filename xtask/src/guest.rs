@@ -1,10 +1,11 @@
-//! The guest artefacts: kernel and initramfs, where the library finds them.
+//! The guest artefacts: kernel, initramfs and disk template, where the library finds them.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::thread;
 
 use crate::cpio::{Archive, Entry, TooLarge};
+use crate::disk;
 use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{GUEST, Options};
@@ -14,8 +15,10 @@ use crate::progress::Progress;
 const AGENT_TARGET: &str = "x86_64-unknown-linux-gnu";
 const AGENT_FLAGS: &str = "-C target-feature=+crt-static -C relocation-model=static";
 
-/// The folder with `vmlinux` and `initramfs.cpio`; the library looks beside
-/// the program's folder.
+/// What the folder holds.
+pub(crate) const FILES: [&str; 3] = ["vmlinux", "initramfs.cpio", "disk.ext4"];
+
+/// The folder with [`FILES`]; the library looks beside the program's folder.
 pub(crate) fn dir() -> PathBuf {
     host::target_dir().join("guest")
 }
@@ -34,6 +37,7 @@ pub(crate) fn build(options: Options, progress: &Progress) -> Result<PathBuf> {
     let initramfs = initramfs(&host::read(&agent)?)
         .map_err(|TooLarge| Error::other("the agent does not fit into an initramfs"))?;
     host::write_atomic(&dir.join("initramfs.cpio"), &initramfs)?;
+    host::write_atomic(&dir.join("disk.ext4"), &disk::template()?)?;
     install_if_changed(&kernel.vmlinux, &dir.join("vmlinux"))?;
     Ok(dir)
 }

@@ -23,7 +23,7 @@ pub(crate) fn run(prefix: Option<PathBuf>) -> Result<()> {
     let share = prefix.join("share/bantam");
     host::create_dir(&bin)?;
     host::create_dir(&share)?;
-    for file in ["vmlinux", "initramfs.cpio"] {
+    for file in guest::FILES {
         host::copy_atomic(&guest.join(file), &share.join(file))?;
     }
     host::copy_atomic(&program, &bin.join("bantam"))?;

@@ -3,6 +3,7 @@
 mod bench;
 mod cpio;
 mod demo;
+mod disk;
 mod error;
 mod fuzz;
 mod guest;
