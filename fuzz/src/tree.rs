@@ -37,8 +37,11 @@ fn build(data: &[u8]) -> bantam_image::Result<()> {
             1 | 2 => {
                 let attributes = attributes(&mut input);
                 let size = input.number() % (64 << 10);
-                let xattrs = bantam_image::fuzzing::encoded_len(&attributes.xattrs);
-                let kind = Kind::File(contents(&mut area, size, xattrs, input.byte())?);
+                // Others than the file has, now and then, are refused in the end or do no harm.
+                let others = Xattrs::default();
+                let byte = input.byte();
+                let xattrs = if byte > 250 { &others } else { &attributes.xattrs };
+                let kind = Kind::File(contents(&mut area, size, xattrs, byte)?);
                 files.push(tree.insert(dir, &name, attributes, kind, layer)?);
             }
             3 => {
@@ -120,7 +123,7 @@ fn attributes(input: &mut Input<'_>) -> Attributes {
 fn contents(
     area: &mut DataArea,
     size: u64,
-    xattrs: usize,
+    xattrs: &Xattrs,
     byte: u8,
 ) -> bantam_image::Result<bantam_image::erofs::Extent> {
     let mut writer = area.begin(size, xattrs)?;

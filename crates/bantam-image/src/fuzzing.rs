@@ -3,7 +3,7 @@
 use std::fs::File;
 
 use crate::config::ImageConfig;
-use crate::erofs::{self, DataArea, Summary, Xattrs};
+use crate::erofs::{self, DataArea, Summary};
 use crate::error::Result;
 use crate::layer::{Applier, Bounded, TarReader, decoder, read_failed};
 use crate::limits::Limits;
@@ -57,9 +57,4 @@ pub fn configuration(bytes: &[u8]) {
     let config = ImageConfig::from(file);
     let _ = config.process(&[b"argument".to_vec()], None);
     let _ = config.environment(&[(b"A".to_vec(), b"b".to_vec())]);
-}
-
-/// The length that [`DataArea::begin`] wants to be told.
-pub fn encoded_len(xattrs: &Xattrs) -> usize {
-    xattrs.len()
 }

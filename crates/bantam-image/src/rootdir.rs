@@ -166,7 +166,7 @@ impl RootDir {
                     return Ok(());
                 }
                 FileType::RegularFile => {
-                    self.copy_file(found, attributes.xattrs.len(), &mut data, &mut buf)?
+                    self.copy_file(found, &attributes.xattrs, &mut data, &mut buf)?
                 }
                 FileType::Symlink => {
                     let target = readlinkat(found.dir, found.name, Vec::new())
@@ -196,7 +196,7 @@ impl RootDir {
     fn copy_file(
         &self,
         found: &Found<'_>,
-        xattrs: usize,
+        xattrs: &Xattrs,
         data: &mut DataArea,
         buf: &mut [u8],
     ) -> Result<Kind> {

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use super::format::{BLOCK, BLOCK_USIZE, INODE};
+use super::xattr::Xattrs;
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -57,10 +58,11 @@ impl DataArea {
         }
     }
 
-    /// Begins a file of exactly `size` bytes whose attributes encode to `xattr_bytes`.
-    pub fn begin(&mut self, size: u64, xattr_bytes: usize) -> Result<ContentWriter<'_>> {
+    /// Begins a file of exactly `size` bytes with these extended attributes: how long they are decides where the
+    /// file's last bytes go. [`write`](super::write) refuses a file that has others in the tree and no room for them.
+    pub fn begin(&mut self, size: u64, xattrs: &Xattrs) -> Result<ContentWriter<'_>> {
         let tail = size % BLOCK;
-        let head = (INODE + xattr_bytes) as u64;
+        let head = (INODE + xattrs.len()) as u64;
         let inline = tail != 0 && size < TAIL_PACKED_BELOW && head + tail <= BLOCK;
         let blocks = if inline {
             size / BLOCK
@@ -201,4 +203,61 @@ fn is_zero(bytes: &[u8]) -> bool {
         && tail == Some(&0)
         && words.remainder().iter().all(|b| *b == 0)
         && bytes.chunks_exact(16).all(|w| w == [0; 16])
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::erofs::{Attributes, Kind, Tree, write};
+    use crate::limits::Limits;
+
+    fn xattrs(len: usize) -> Xattrs {
+        let map = BTreeMap::from([(b"user.a".to_vec(), vec![1; len])]);
+        Xattrs::encode("f", &map).unwrap()
+    }
+
+    /// An image of one file of `size` bytes, begun with some attributes and put into the tree with others.
+    fn image(size: u64, begun: Xattrs, inserted: Xattrs) -> Result<u64> {
+        let file = || tempfile::tempfile().unwrap();
+        let mut area = DataArea::new(file(), file(), 1 << 30);
+        let mut writer = area.begin(size, &begun)?;
+        writer.skip(size)?;
+        let kind = Kind::File(writer.finish()?);
+        let attributes = Attributes {
+            xattrs: inserted,
+            ..Attributes::default()
+        };
+        let mut tree = Tree::new(Limits::default());
+        tree.insert(tree.root(), b"f", attributes, kind, 1)?;
+        Ok(write(&tree, area, b"")?.1.bytes)
+    }
+
+    #[test]
+    fn contents_begun_with_other_attributes_are_refused_when_they_do_not_fit() {
+        // 4000 bytes and the inode fill a block but for 32 bytes.
+        assert!(image(4000, Xattrs::default(), Xattrs::default()).is_ok());
+        let error = image(4000, Xattrs::default(), xattrs(100)).unwrap_err();
+        assert!(error.to_string().contains("attributes"), "{error}");
+        // No bytes are beside the inode then, so any attributes fit.
+        assert!(image(4000, xattrs(100), Xattrs::default()).is_ok());
+        assert!(image(4096, Xattrs::default(), xattrs(5000)).is_ok());
+    }
+
+    #[test]
+    fn contents_are_exactly_as_long_as_announced() {
+        let file = || tempfile::tempfile().unwrap();
+        let mut area = DataArea::new(file(), file(), 1 << 30);
+        let mut writer = area.begin(3, &Xattrs::default()).unwrap();
+        writer.write(b"ab").unwrap();
+        assert!(writer.write(b"cd").is_err());
+        assert!(writer.skip(2).is_err());
+        assert!(writer.finish().is_err());
+        assert!(
+            area.begin(1 << 30, &Xattrs::default()).is_err(),
+            "the limit"
+        );
+        assert!(area.begin(u64::MAX, &Xattrs::default()).is_err());
+    }
 }

@@ -135,7 +135,14 @@ impl<'a> Plan<'a> {
         let head = INODE + inode.attributes.xattrs.len();
         let fits = |tail: usize| tail != 0 && head + tail <= BLOCK_USIZE;
         let (size, tail, own_blocks) = match &inode.kind {
-            Kind::File(extent) => (extent.size, extent.tail_len(), 0),
+            Kind::File(extent) => {
+                let tail = extent.tail_len();
+                if tail != 0 && !fits(tail) {
+                    let why = "a file has not the attributes that its contents were written for";
+                    return Err(Error::malformed("file tree", why));
+                }
+                (extent.size, tail, 0)
+            }
             Kind::Dir(_) => {
                 let size = self.directory_size(id)?;
                 let tail = usize::try_from(size % BLOCK).unwrap_or(0);

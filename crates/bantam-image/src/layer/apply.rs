@@ -87,7 +87,7 @@ impl Applier {
             }
             EntryKind::HardLink => return self.hard_link(&parent, name, &entry.link),
             EntryKind::File => {
-                let mut out = self.data.begin(entry.size, attributes.xattrs.len())?;
+                let mut out = self.data.begin(entry.size, &attributes.xattrs)?;
                 archive.copy_contents(entry, &mut out, &mut self.buf)?;
                 Kind::File(out.finish()?)
             }

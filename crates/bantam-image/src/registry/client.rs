@@ -169,6 +169,10 @@ impl<'a> Client<'a> {
         Ok(bytes)
     }
 
+    pub(super) fn registry(&self) -> &str {
+        self.reference.registry()
+    }
+
     pub(super) fn finder(&self) -> Finder<'_> {
         Finder {
             given: &self.registries.credentials,

@@ -1,4 +1,4 @@
-//! Fetches layers into the store, several at a time.
+//! Fetches layers into the store, several at a time ([`budget`](super::budget)).
 //!
 //! What has come of a layer lies in the store's `tmp` under the layer's digest, and stays there when a pull fails or
 //! its process is killed: the next pull goes on from there. It is never taken for the layer, which gets its name only
@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use ureq::http::header;
 
 use super::Client;
+use super::budget::{LAYERS, PER_REGISTRY};
 use super::endpoint::Endpoint;
 use super::http::{Answer, Failure, STOPPED};
 use super::retry::backoff;
@@ -25,8 +26,6 @@ use crate::manifest::{Chosen, Descriptor};
 use crate::progress::{Layer, Progress, Stage};
 use crate::store::{BlobDir, WorkDir, lock, publish};
 
-/// Layers on the way at once.
-const PARALLEL: usize = 3;
 /// How long the beginning of a layer is kept.
 const PARTIAL_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
@@ -59,7 +58,7 @@ impl Client<'_> {
         // Makes `tmp` and removes what dead processes left in it.
         drop(WorkDir::new(store)?);
         remove_partials(store, PARTIAL_LIFETIME);
-        let threads = wanted.len().min(PARALLEL);
+        let threads = wanted.len().min(PER_REGISTRY);
         let queue = Mutex::new(wanted.into_iter());
         let results = thread::scope(|scope| {
             let worker = || -> Result<()> {
@@ -77,7 +76,7 @@ impl Client<'_> {
                         progress,
                     };
                     if let Err(error) = one.fetch(blobs, store) {
-                        self.http.stop.set();
+                        LAYERS.stop(&self.http.stop);
                         return Err(error);
                     }
                 }
@@ -211,6 +210,14 @@ impl One<'_> {
         if blobs.has(self.digest, self.size) {
             return Ok(());
         }
+        // After the lock, so that nobody has a share who waits for another process.
+        let Some(_share) = LAYERS.take(self.client.registry(), &self.client.http.stop) else {
+            return Err(Error::Registry {
+                what: format!("layer {}", self.digest),
+                why: STOPPED.to_owned(),
+                status: None,
+            });
+        };
         self.progress.layer_started(Stage::Download, self.layer);
         let mut partial = Partial::open(store, self.digest, self.size)?;
         if partial.is_inherited {

@@ -12,6 +12,7 @@
 
 mod address;
 mod auth;
+mod budget;
 mod client;
 mod endpoint;
 mod fetch;

@@ -488,6 +488,65 @@ fn all_gzip_members_and_all_zstd_frames_are_read() {
     }
 }
 
+/// As estargz stores a layer: a gzip member for each of `parts`, and one without contents that says where the table of
+/// contents is.
+fn estargz(parts: &[Tar]) -> (Vec<u8>, Vec<u8>) {
+    let (mut blob, mut plain) = (Vec::new(), Vec::new());
+    let mut toc_at = 0;
+    for (i, part) in parts.iter().enumerate() {
+        let mut bytes = part.0.clone();
+        if i + 1 == parts.len() {
+            toc_at = blob.len();
+            bytes.extend([0; 1024]);
+        }
+        blob.extend(gzip(&bytes));
+        plain.extend(bytes);
+    }
+    let mut extra = b"SG\x16\0".to_vec();
+    extra.extend(format!("{toc_at:016x}STARGZ").as_bytes());
+    let footer = flate2::GzBuilder::new()
+        .extra(extra)
+        .write(Vec::new(), flate2::Compression::none());
+    blob.extend(footer.finish().unwrap());
+    (blob, plain)
+}
+
+#[test]
+fn the_marks_of_lazily_pulled_layers_are_ordinary_files() {
+    let toc = |n: u8| format!("{{\"version\":1,\"entries\":[],\"layer\":{n}}}");
+    let (one, one_plain) = estargz(&[
+        Tar::new().file(".prefetch.landmark", [0xf]),
+        Tar::new().dir("bin/").file("bin/a", vec![5; 10_000]),
+        Tar::new().file("stargz.index.json", toc(1)),
+    ]);
+    let (two, two_plain) = estargz(&[
+        Tar::new().file(".no.prefetch.landmark", [0xf]),
+        Tar::new().file("bin/b", "two"),
+        Tar::new().file("stargz.index.json", toc(2)),
+    ]);
+    assert!(
+        one.ends_with(&[0; 4]),
+        "the footer is a member without contents"
+    );
+    // Whatever else is between them: the last layer is an ordinary one that removes a mark.
+    let three = Tar::new().whiteout(".prefetch.landmark").finish();
+    let layers = [
+        (one, digest(&one_plain)),
+        (two, digest(&two_plain)),
+        (three.clone(), digest(&three)),
+    ];
+    let mut layout = Layout::new();
+    let ids: Vec<_> = layers.iter().map(|(_, id)| id.clone()).collect();
+    let manifest = layout.manifest(&layers, &Layout::config(&ids));
+    layout.add(manifest);
+    let files = layout.files().unwrap();
+    assert_eq!(files["stargz.index.json"].text(), toc(2));
+    assert_eq!(files[".no.prefetch.landmark"].data, [0xf]);
+    assert!(!files.contains_key(".prefetch.landmark"));
+    assert_eq!(files["bin/a"].data, vec![5; 10_000]);
+    assert_eq!(files["bin/b"].text(), "two");
+}
+
 #[test]
 fn truncated_compression_is_an_error() {
     let plain = Tar::new()

@@ -20,6 +20,7 @@ mod registry_faults;
 mod registry_host;
 mod registry_public;
 mod registry_real;
+mod same_process;
 mod sources;
 mod store;
 mod store_manage;
