@@ -44,6 +44,8 @@ pub(crate) enum Turn {
     Again,
     /// It is over; the connection may be closed.
     Done,
+    /// The command runs by itself from now on; the connection may be closed.
+    LetGo,
 }
 
 /// Which descriptor of a command an event is about.
@@ -72,6 +74,8 @@ pub(crate) struct Command {
     ended: Option<ExitStatus>,
     /// The last message is on its way.
     finished: bool,
+    /// To be let go once it is known to run.
+    detach: bool,
 }
 
 struct Input {
@@ -100,6 +104,7 @@ impl Command {
         child: Child,
         cgroup: Option<Cgroup>,
         timeout: Option<Duration>,
+        detach: bool,
     ) -> Self {
         let output = |fd, kind| Output {
             fd,
@@ -121,13 +126,14 @@ impl Command {
                 taken: 0,
             }),
             tty: child.stderr.is_none(),
-            stdout: Some(output(child.stdout, Kind::Stdout)),
+            stdout: child.stdout.map(|fd| output(fd, Kind::Stdout)),
             stderr: child.stderr.map(|fd| output(fd, Kind::Stderr)),
             // A timeout too long for the clock is none.
             deadline: timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
             timed_out: false,
             ended: None,
             finished: false,
+            detach,
         }
     }
 
@@ -226,11 +232,19 @@ impl Command {
 
     /// Kills every process it started, as far as the kernel knows them.
     pub(crate) fn kill_all(&self) {
-        if let Some(cgroup) = &self.cgroup {
-            cgroup.kill();
-        } else if self.ended.is_none() {
-            signal_group(self.pid, SIGKILL);
+        kill_all(self.pid, self.cgroup.as_ref(), self.ended.is_some());
+    }
+
+    /// Leaves the command behind without its stream, if it has not ended.
+    pub(crate) fn let_go(self) -> Result<Detached, Option<Cgroup>> {
+        if self.ended.is_some() {
+            return Err(self.cgroup);
         }
+        Ok(Detached {
+            pid: self.pid,
+            cgroup: self.cgroup,
+            deadline: self.deadline,
+        })
     }
 
     /// Gives up the cgroup, at the end.
@@ -248,6 +262,14 @@ impl Command {
             if self.finished {
                 return if self.connection.is_clear() || self.connection.is_gone() {
                     Turn::Done
+                } else {
+                    Turn::Idle
+                };
+            }
+            if self.detach {
+                // Whether the host still listens makes no difference.
+                return if self.connection.is_clear() || self.connection.is_gone() {
+                    Turn::LetGo
                 } else {
                     Turn::Idle
                 };
@@ -371,9 +393,8 @@ impl Command {
                 }
             }
             Ok(HostExec::Kill) => self.kill_all(),
-            Ok(HostExec::Exec(_) | HostExec::WriteFile(_) | HostExec::ReadFile(_)) | Err(_) => {
-                self.connection.give_up();
-            }
+            // A second request, or what is none.
+            Ok(_) | Err(_) => self.connection.give_up(),
         }
     }
 
@@ -411,6 +432,44 @@ impl Command {
             self.stdin = None;
         }
         moved
+    }
+}
+
+/// A command that nobody listens to.
+pub(crate) struct Detached {
+    pid: Pid,
+    cgroup: Option<Cgroup>,
+    deadline: Option<Instant>,
+}
+
+impl Detached {
+    /// The process id.
+    pub(crate) fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// When it is to be killed.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// Its time is over.
+    pub(crate) fn time_out(&mut self) {
+        self.deadline = None;
+        kill_all(self.pid, self.cgroup.as_ref(), false);
+    }
+
+    /// Gives up the cgroup, at the end.
+    pub(crate) fn into_cgroup(self) -> Option<Cgroup> {
+        self.cgroup
+    }
+}
+
+fn kill_all(leader: Pid, cgroup: Option<&Cgroup>, ended: bool) {
+    if let Some(cgroup) = cgroup {
+        cgroup.kill();
+    } else if !ended {
+        signal_group(leader, SIGKILL);
     }
 }
 

@@ -28,14 +28,17 @@ pub(crate) enum Order {
 pub(crate) struct Control {
     connection: Connection,
     configure: fn(&Configure),
+    set_clock: fn(u64),
 }
 
 impl Control {
-    /// Takes over the connected, non-blocking stream; `configure` applies a configuration.
-    pub(crate) fn new(stream: OwnedFd, configure: fn(&Configure)) -> Self {
+    /// Takes over the connected, non-blocking stream; `configure` applies a configuration,
+    /// `set_clock` a new wall clock in nanoseconds since 1970.
+    pub(crate) fn new(stream: OwnedFd, configure: fn(&Configure), set_clock: fn(u64)) -> Self {
         Self {
             connection: Connection::new(stream),
             configure,
+            set_clock,
         }
     }
 
@@ -69,6 +72,9 @@ impl Control {
                         return Some(Order::Shutdown {
                             grace: Duration::from_millis(grace_ms.into()),
                         });
+                    }
+                    Ok(Some(Ok(HostControl::SetClock { wall_clock_ns }))) => {
+                        (self.set_clock)(wall_clock_ns);
                     }
                     Ok(None) => break,
                     Ok(Some(Err(_))) | Err(_) => return Some(NOW),

@@ -74,7 +74,7 @@ fn be_init() -> Result<(), StepFailed> {
         listener,
         disk,
     } = boot()?;
-    let mut control = Control::new(control, setup::configure);
+    let mut control = Control::new(control, setup::configure, setup::set_clock);
     let cgroups = match setup::set_up() {
         Ok(cgroups) => cgroups,
         Err(failed) => {

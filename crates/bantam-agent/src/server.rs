@@ -17,7 +17,7 @@ use nix::sys::socket::{SockFlag, VsockAddr, accept4, getpeername};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 
 use crate::cgroup::{Cgroup, CgroupRoot};
-use crate::command::{Command, Part, SCRATCH_LEN, Turn};
+use crate::command::{Command, Detached, Part, SCRATCH_LEN, Turn};
 use crate::connection::{Connection, Received};
 use crate::control::{Control, Order};
 use crate::files::{receive_file, send_file};
@@ -106,6 +106,8 @@ pub(crate) struct Server {
     due: BTreeSet<u64>,
     /// The session of each command that was not reaped.
     commands: BTreeMap<i32, u64>,
+    /// Commands without a session, by process id.
+    detached: BTreeMap<i32, Detached>,
     next_id: u64,
     scratch: Vec<u8>,
 }
@@ -144,6 +146,7 @@ impl Server {
             sessions: BTreeMap::new(),
             due: BTreeSet::new(),
             commands: BTreeMap::new(),
+            detached: BTreeMap::new(),
             next_id: OWN + 1,
             scratch: vec![0; SCRATCH_LEN],
         })
@@ -301,6 +304,10 @@ impl Server {
                     self.remove_cgroups();
                     None
                 }
+                Turn::LetGo => {
+                    self.let_go(*command);
+                    None
+                }
                 turn => {
                     if turn == Turn::Again {
                         self.due.insert(id);
@@ -316,6 +323,20 @@ impl Server {
             }
             // What it held may be what accepting had run out of.
             None => self.acceptable = true,
+        }
+    }
+
+    fn let_go(&mut self, command: Command) {
+        match command.let_go() {
+            Ok(detached) => {
+                let pid = detached.pid().as_raw();
+                self.commands.remove(&pid);
+                self.detached.insert(pid, detached);
+            }
+            Err(group) => {
+                self.lingering.extend(group);
+                self.remove_cgroups();
+            }
         }
     }
 
@@ -360,6 +381,7 @@ impl Server {
             _ => return None,
         };
         let timeout = request.timeout_ms.map(Duration::from_millis);
+        let detach = request.detach;
         // Without a cgroup a command still runs; less of it can be killed.
         let group = self.cgroups.as_ref().and_then(|root| root.create(id).ok());
         let child = match start(request, group.as_ref()) {
@@ -371,7 +393,7 @@ impl Server {
                 return None;
             }
         };
-        let mut command = Box::new(Command::new(connection, child, group, timeout));
+        let mut command = Box::new(Command::new(connection, child, group, timeout, detach));
         for (part, fd) in command.descriptors() {
             let part = match part {
                 Part::Connection => 0,
@@ -429,6 +451,8 @@ impl Server {
             {
                 command.ended(status);
                 self.due.insert(id);
+            } else if let Some(detached) = self.detached.remove(&pid.as_raw()) {
+                self.lingering.extend(detached.into_cgroup());
             }
         };
         if reaped {
@@ -455,9 +479,13 @@ impl Server {
             Session::Command(command) => command.deadline(),
             Session::Asked(_) => None,
         });
-        deadlines.min().map_or(EpollTimeout::NONE, |deadline| {
-            until(deadline, Instant::now())
-        })
+        let detached = self.detached.values().filter_map(Detached::deadline);
+        deadlines
+            .chain(detached)
+            .min()
+            .map_or(EpollTimeout::NONE, |deadline| {
+                until(deadline, Instant::now())
+            })
     }
 
     fn time_out(&mut self) {
@@ -467,6 +495,11 @@ impl Server {
                 && command.deadline().is_some_and(|deadline| deadline <= now)
             {
                 command.time_out();
+            }
+        }
+        for detached in self.detached.values_mut() {
+            if detached.deadline().is_some_and(|deadline| deadline <= now) {
+                detached.time_out();
             }
         }
     }

@@ -83,9 +83,7 @@ fn make_tmp() -> io::Result<()> {
 
 /// Applies what only the host knows.
 pub(crate) fn configure(configure: &Configure) {
-    let now = TimeSpec::from(Duration::from_nanos(configure.wall_clock_ns));
-    let set = clock_settime(ClockId::CLOCK_REALTIME, now);
-    tolerate("wall clock", set.map_err(io::Error::from));
+    set_clock(configure.wall_clock_ns);
     let hostname = configure.hostname.as_str();
     let set = sethostname(hostname);
     tolerate("host name", set.map_err(io::Error::from));
@@ -101,6 +99,13 @@ pub(crate) fn configure(configure: &Configure) {
     if !Path::new("/etc/resolv.conf").exists() {
         tolerate("/etc/resolv.conf", provide("/etc/resolv.conf", ""));
     }
+}
+
+/// Sets the wall clock, in nanoseconds since 1970.
+pub(crate) fn set_clock(wall_clock_ns: u64) {
+    let now = TimeSpec::from(Duration::from_nanos(wall_clock_ns));
+    let set = clock_settime(ClockId::CLOCK_REALTIME, now);
+    tolerate("wall clock", set.map_err(io::Error::from));
 }
 
 fn read_hosts() -> String {

@@ -27,8 +27,8 @@ pub(crate) struct Child {
     pub(crate) report: OwnedFd,
     /// Where its standard input is written to, if it is wanted. All non-blocking.
     pub(crate) stdin: Option<OwnedFd>,
-    /// Its standard output, or the terminal.
-    pub(crate) stdout: OwnedFd,
+    /// Its standard output, or the terminal, unless it is detached.
+    pub(crate) stdout: Option<OwnedFd>,
     /// Its standard error, unless it has a terminal.
     pub(crate) stderr: Option<OwnedFd>,
     /// What is needed to explain a failed start.
@@ -76,11 +76,18 @@ pub(crate) fn start(request: ExecRequest, cgroup: Option<&Cgroup>) -> Result<Chi
         tty,
         stdin,
         timeout_ms: _,
+        detach,
     } = request;
     let command = argv.first().cloned().ok_or_else(|| StartFailed {
         kind: StartFailedKind::Internal,
         message: "the request names no command".into(),
     })?;
+    if detach && (tty.is_some() || stdin) {
+        return Err(StartFailed {
+            kind: StartFailedKind::Internal,
+            message: "a detached command has neither a terminal nor standard input".into(),
+        });
+    }
     let account = Database::load()
         .resolve(user.as_deref())
         .map_err(|message| StartFailed {
@@ -122,6 +129,7 @@ pub(crate) fn start(request: ExecRequest, cgroup: Option<&Cgroup>) -> Result<Chi
     };
 
     let ends = match tty {
+        _ if detach => Ends::null(),
         Some(size) => Ends::terminal(size, stdin, owner),
         None => Ends::pipes(stdin, owner),
     }
@@ -157,11 +165,21 @@ struct Ends {
     /// Input, output and error; a terminal is all three.
     theirs: (OwnedFd, Option<OwnedFd>, Option<OwnedFd>),
     stdin: Option<OwnedFd>,
-    stdout: OwnedFd,
+    stdout: Option<OwnedFd>,
     stderr: Option<OwnedFd>,
 }
 
 impl Ends {
+    fn null() -> nix::Result<Self> {
+        let flags = OFlag::O_RDWR | OFlag::O_CLOEXEC;
+        Ok(Self {
+            theirs: (open("/dev/null", flags, Mode::empty())?, None, None),
+            stdin: None,
+            stdout: None,
+            stderr: None,
+        })
+    }
+
     fn terminal(size: bantam_protocol::Size, stdin: bool, owner: Uid) -> nix::Result<Self> {
         let (master, slave) = open_pty(size)?;
         give_to(&slave, owner)?;
@@ -173,7 +191,7 @@ impl Ends {
         Ok(Self {
             theirs: (slave, None, None),
             stdin,
-            stdout: master,
+            stdout: Some(master),
             stderr: None,
         })
     }
@@ -194,7 +212,7 @@ impl Ends {
         Ok(Self {
             theirs: (their_in, Some(their_out), Some(their_err)),
             stdin: our_in,
-            stdout: non_blocking(our_out)?,
+            stdout: Some(non_blocking(our_out)?),
             stderr: Some(non_blocking(our_err)?),
         })
     }

@@ -8,8 +8,9 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use bantam_protocol::{
-    ExecRequest, Exit, ExitStatus, FileFailure, FileInfo, GuestExec, HostExec, Kind, MAX_DATA_LEN,
-    ReadFile, STDIN_WINDOW, StartFailed, WriteFile, read_frame, write_frame,
+    ExecRequest, Exit, ExitStatus, FileFailure, FileInfo, GuestExec, GuestStats, HostExec, Kind,
+    MAX_DATA_LEN, ReadFile, STDIN_WINDOW, StartFailed, TreeSummary, WriteFile, read_frame,
+    write_frame,
 };
 
 /// A running agent; killed when dropped.
@@ -153,6 +154,8 @@ pub(crate) enum Message {
     FileOpened(FileInfo),
     FileDone,
     FileFailed(FileFailure),
+    TreeDone(TreeSummary),
+    Stats(GuestStats),
 }
 
 /// How a command went.
@@ -201,6 +204,8 @@ impl Stream {
             GuestExec::FileOpened(info) => Message::FileOpened(info),
             GuestExec::FileDone => Message::FileDone,
             GuestExec::FileFailed(failure) => Message::FileFailed(failure),
+            GuestExec::TreeDone(summary) => Message::TreeDone(summary),
+            GuestExec::Stats(stats) => Message::Stats(stats),
         })
     }
 
