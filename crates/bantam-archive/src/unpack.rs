@@ -1,0 +1,449 @@
+//! From an archive to a tree.
+
+use std::collections::HashSet;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{
+    AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, UTIME_OMIT, Uid, chownat, fchmod,
+    fchown, fstat, futimens, linkat, mkdirat, openat, renameat, statat, symlinkat, unlinkat,
+    utimensat,
+};
+use rustix::io::Errno;
+
+use crate::dirs::Dirs;
+use crate::header::{Entry, Kind};
+use crate::names::{check_text, components};
+use crate::reader::Reader;
+use crate::{Error, Summary, sys};
+
+/// Files that hard links may lead to; those after so many are not remembered.
+const MAX_REMEMBERED: usize = 1 << 20;
+
+/// Names tried for a file that takes another's place.
+const MAX_TEMPORARIES: u32 = 1000;
+
+/// Mode of a directory that the archive only implies.
+const IMPLIED: u32 = 0o755;
+
+/// Where the names of an archive lead.
+#[derive(Debug, Clone, Copy)]
+pub enum Place<'a> {
+    /// Below the directory.
+    Below,
+    /// The first component of every name is replaced by this one; nothing else in the
+    /// directory is touched.
+    As(&'a OsStr),
+}
+
+/// How to unpack.
+#[derive(Debug, Clone, Copy)]
+pub struct Unpack<'a> {
+    /// Where names lead.
+    pub place: Place<'a>,
+    /// The one thing in the archive must be a directory.
+    pub must_be_directory: bool,
+    /// Take over owners and the set-user-ID, set-group-ID and sticky bits. If not, files belong
+    /// to the caller and have none.
+    pub owners: bool,
+    /// The directory's path, for messages.
+    pub shown: &'a Path,
+}
+
+/// Makes the files of `archive` in `dir`, and reads it to the end of the stream.
+///
+/// A directory that is there stays as it is, and what is in it that the archive does not name.
+/// A file takes the place of one that is there, or of a symbolic link, in one step. A directory
+/// does not take the place of anything else, nor anything else that of a directory.
+///
+/// # Errors
+/// [`Error::Archive`] for an archive that is damaged or holds what it must not, [`Error::File`]
+/// for what cannot be made, [`Error::Stream`] as `archive` says. What was made until then stays.
+pub fn unpack(
+    archive: &mut dyn Read,
+    dir: OwnedFd,
+    options: &Unpack<'_>,
+) -> Result<Summary, Error> {
+    let links = dir.try_clone().map_err(|source| Error::File {
+        path: options.shown.to_path_buf(),
+        source,
+    })?;
+    let mut unpacker = Unpacker {
+        options,
+        dirs: Dirs::new(dir),
+        links: Dirs::new(links),
+        unfinished: Vec::new(),
+        made: HashSet::new(),
+        summary: Summary::default(),
+        buffer: vec![0; 64 << 10],
+    };
+    let mut reader = Reader::new(archive);
+    while let Some(entry) = reader.next()? {
+        unpacker.take(&entry, &mut reader)?;
+    }
+    unpacker.go_to(&[])?;
+    Ok(unpacker.summary)
+}
+
+struct Unpacker<'a> {
+    options: &'a Unpack<'a>,
+    dirs: Dirs,
+    /// The way to what hard links lead to.
+    links: Dirs,
+    /// Directories that were made, with their depth: they get their modes and times when
+    /// nothing more comes into them.
+    unfinished: Vec<(usize, Attributes)>,
+    /// Device and inode number of each file that was made.
+    made: HashSet<(u64, u64)>,
+    summary: Summary,
+    buffer: Vec<u8>,
+}
+
+#[derive(Clone, Copy)]
+struct Attributes {
+    mode: Mode,
+    owner: Option<(Uid, Gid)>,
+    mtime: (i64, u32),
+}
+
+impl Attributes {
+    fn times(&self) -> Timestamps {
+        Timestamps {
+            last_access: Timespec {
+                tv_sec: 0,
+                tv_nsec: UTIME_OMIT,
+            },
+            last_modification: Timespec {
+                tv_sec: self.mtime.0,
+                tv_nsec: self.mtime.1.into(),
+            },
+        }
+    }
+
+    /// Owner first: a change of owner takes set-user-ID away.
+    fn set(&self, fd: BorrowedFd<'_>) -> Result<(), Errno> {
+        if let Some((uid, gid)) = self.owner {
+            fchown(fd, Some(uid), Some(gid))?;
+        }
+        fchmod(fd, self.mode)?;
+        futimens(fd, &self.times())
+    }
+}
+
+impl Unpacker<'_> {
+    fn take(&mut self, entry: &Entry, reader: &mut Reader<'_>) -> Result<(), Error> {
+        let name = self.place(&entry.name)?;
+        let Some((last, parents)) = name.split_last() else {
+            // The directory itself.
+            return match entry.kind {
+                Kind::Directory => Ok(()),
+                _ => Err(Error::archive("holds a file without a name", &entry.name)),
+            };
+        };
+        if self.options.must_be_directory && parents.is_empty() && entry.kind != Kind::Directory {
+            return Err(self.failed(&name)(Errno::NOTDIR));
+        }
+        if entry.kind == Kind::Device {
+            self.summary.skipped += 1;
+            return Ok(());
+        }
+        self.go_to(parents)?;
+        match &entry.kind {
+            Kind::Directory => self.directory(last, &name, entry)?,
+            Kind::File => self.file(last, &name, entry, reader)?,
+            Kind::Symlink(target) => self.symlink(last, &name, target, entry)?,
+            Kind::Link(target) => self.link(last, &name, target, entry)?,
+            Kind::Fifo => self.fifo(last, &name, entry)?,
+            Kind::Device => {}
+        }
+        self.summary.entries += 1;
+        Ok(())
+    }
+
+    /// The components of where `name` leads.
+    fn place<'n>(&self, name: &'n [u8]) -> Result<Vec<&'n [u8]>, Error>
+    where
+        Self: 'n,
+    {
+        let mut parts = components(name)?;
+        if let Place::As(new) = self.options.place {
+            match parts.first_mut() {
+                Some(first) => *first = new.as_bytes(),
+                None => {
+                    return Err(Error::archive(
+                        "holds more than the one thing asked for",
+                        name,
+                    ));
+                }
+            }
+        }
+        Ok(parts)
+    }
+
+    /// Makes `path` the current directory, and every directory on the way that is missing.
+    fn go_to(&mut self, path: &[&[u8]]) -> Result<(), Error> {
+        let common = self.dirs.common(path);
+        while self.dirs.depth() > common {
+            self.finish_current(path)?;
+        }
+        for (at, name) in path.iter().enumerate().skip(common) {
+            let here = path.get(..=at).unwrap_or(path);
+            let result = match self.dirs.enter(name) {
+                Err(Errno::NOENT) => self
+                    .dirs
+                    .current()
+                    .and_then(|parent| {
+                        mkdirat(parent, OsStr::from_bytes(name), Mode::from(IMPLIED))
+                    })
+                    .and_then(|()| self.dirs.enter(name)),
+                result => result,
+            };
+            result.map_err(self.failed(here))?;
+        }
+        Ok(())
+    }
+
+    /// Leaves the current directory, for good if the archive goes by depth.
+    fn finish_current(&mut self, shown: &[&[u8]]) -> Result<(), Error> {
+        if let Some((depth, attributes)) = self.unfinished.last().copied()
+            && depth == self.dirs.depth()
+        {
+            self.unfinished.pop();
+            let result = self.dirs.current().and_then(|dir| attributes.set(dir));
+            result.map_err(self.failed(shown))?;
+        }
+        self.dirs.leave();
+        Ok(())
+    }
+
+    fn directory(&mut self, last: &[u8], name: &[&[u8]], entry: &Entry) -> Result<(), Error> {
+        // Until it is finished it must let us in.
+        let made = self
+            .dirs
+            .current()
+            .and_then(|parent| mkdirat(parent, OsStr::from_bytes(last), Mode::RWXU));
+        match made {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(self.failed(name)(error)),
+        }
+        self.dirs.enter(last).map_err(self.failed(name))?;
+        if made.is_ok() {
+            let attributes = self.attributes(entry);
+            self.unfinished.push((self.dirs.depth(), attributes));
+        }
+        Ok(())
+    }
+
+    fn file(
+        &mut self,
+        last: &[u8],
+        name: &[&[u8]],
+        entry: &Entry,
+        reader: &mut Reader<'_>,
+    ) -> Result<(), Error> {
+        let failed = self.failed(name);
+        let attributes = self.attributes(entry);
+        let last = OsStr::from_bytes(last);
+        let parent = self.dirs.current().map_err(&failed)?;
+        let (fd, temporary) = create(parent, last).map_err(&failed)?;
+        let written = temporary.as_deref().unwrap_or(last);
+        let mut file = File::from(fd);
+        let result = fill(&mut file, reader, &mut self.buffer, &failed)
+            .and_then(|()| attributes.set(file.as_fd()).map_err(&failed))
+            .and_then(|()| match &temporary {
+                Some(temporary) => renameat(parent, temporary, parent, last).map_err(&failed),
+                None => Ok(()),
+            })
+            .and_then(|()| fstat(&file).map_err(&failed));
+        match result {
+            Ok(stat) => {
+                self.summary.bytes += entry.size;
+                if self.made.len() < MAX_REMEMBERED {
+                    self.made.insert((stat.st_dev, stat.st_ino));
+                }
+                Ok(())
+            }
+            Err(error) => {
+                // A part of a file is worse than none.
+                let _ = unlinkat(parent, written, AtFlags::empty());
+                Err(error)
+            }
+        }
+    }
+
+    fn symlink(
+        &mut self,
+        last: &[u8],
+        name: &[&[u8]],
+        target: &[u8],
+        entry: &Entry,
+    ) -> Result<(), Error> {
+        check_text(target)?;
+        let attributes = self.attributes(entry);
+        let last = OsStr::from_bytes(last);
+        self.replace(last, name, |parent| {
+            symlinkat(OsStr::from_bytes(target), parent, last)?;
+            set_unopened(parent, last, &attributes)
+        })
+    }
+
+    fn fifo(&mut self, last: &[u8], name: &[&[u8]], entry: &Entry) -> Result<(), Error> {
+        let attributes = self.attributes(entry);
+        let last = OsStr::from_bytes(last);
+        self.replace(last, name, |parent| {
+            // The mode it gets is less the umask.
+            sys::make_fifo(parent, last, attributes.mode)?;
+            set_unopened(parent, last, &attributes)
+        })
+    }
+
+    fn link(
+        &mut self,
+        last: &[u8],
+        name: &[&[u8]],
+        target: &[u8],
+        entry: &Entry,
+    ) -> Result<(), Error> {
+        let foreign = || Error::archive("holds a hard link to what it did not bring", &entry.name);
+        let target = self.place(target)?;
+        let (target, parents) = target.split_last().ok_or_else(foreign)?;
+        let common = self.links.common(parents);
+        while self.links.depth() > common {
+            self.links.leave();
+        }
+        for parent in parents.get(common..).unwrap_or_default() {
+            self.links.enter(parent).map_err(|_| foreign())?;
+        }
+        let from = self.links.current().map_err(|_| foreign())?;
+        let target = OsStr::from_bytes(target);
+        let stat = statat(from, target, AtFlags::SYMLINK_NOFOLLOW).map_err(|_| foreign())?;
+        let inode = (stat.st_dev, stat.st_ino);
+        if !self.made.contains(&inode) {
+            return Err(foreign());
+        }
+        let from = from.try_clone_to_owned().map_err(|source| Error::File {
+            path: self.path(name),
+            source,
+        })?;
+        let last = OsStr::from_bytes(last);
+        self.replace(last, name, |parent| {
+            // Nothing to do for a link to itself, which must not be removed either.
+            if statat(parent, last, AtFlags::SYMLINK_NOFOLLOW)
+                .is_ok_and(|there| (there.st_dev, there.st_ino) == inode)
+            {
+                return Ok(());
+            }
+            linkat(&from, target, parent, last, AtFlags::empty())
+        })
+    }
+
+    /// Makes something at `last`, in the place of what is there unless that is a directory.
+    fn replace(
+        &mut self,
+        last: &OsStr,
+        name: &[&[u8]],
+        make: impl Fn(BorrowedFd<'_>) -> Result<(), Errno>,
+    ) -> Result<(), Error> {
+        let failed = self.failed(name);
+        let parent = self.dirs.current().map_err(&failed)?;
+        match make(parent) {
+            // EISDIR for a directory.
+            Err(Errno::EXIST) => unlinkat(parent, last, AtFlags::empty())
+                .and_then(|()| make(parent))
+                .map_err(&failed),
+            result => result.map_err(&failed),
+        }
+    }
+
+    fn attributes(&self, entry: &Entry) -> Attributes {
+        let bits = if self.options.owners { 0o7777 } else { 0o777 };
+        Attributes {
+            mode: Mode::from(entry.mode & bits),
+            owner: self
+                .options
+                .owners
+                .then(|| (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid))),
+            mtime: entry.mtime,
+        }
+    }
+
+    /// Where `name` leads, for messages.
+    fn path(&self, name: &[&[u8]]) -> PathBuf {
+        let mut path = self.options.shown.to_path_buf();
+        path.extend(name.iter().map(|part| OsStr::from_bytes(part)));
+        path
+    }
+
+    fn failed(&self, name: &[&[u8]]) -> impl Fn(Errno) -> Error + use<> {
+        let path = self.path(name);
+        move |error| Error::file(path.clone())(error)
+    }
+}
+
+/// Creates a file to write: at `name` if nothing is there, else beside it, under the name that is
+/// given back.
+fn create(
+    parent: BorrowedFd<'_>,
+    name: &OsStr,
+) -> Result<(OwnedFd, Option<std::ffi::OsString>), Errno> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let open = |name: &OsStr| openat(parent, name, flags, Mode::RUSR | Mode::WUSR);
+    match open(name) {
+        Ok(fd) => return Ok((fd, None)),
+        Err(Errno::EXIST) => {}
+        Err(error) => return Err(error),
+    }
+    let there = statat(parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
+    if FileType::from_raw_mode(there.st_mode) == FileType::Directory {
+        return Err(Errno::ISDIR);
+    }
+    let mut number = std::process::id();
+    for _ in 0..MAX_TEMPORARIES {
+        let temporary = std::ffi::OsString::from(format!(".bantam-copy-{number}"));
+        match open(&temporary) {
+            Ok(fd) => return Ok((fd, Some(temporary))),
+            Err(Errno::EXIST) => number = number.wrapping_add(1),
+            Err(error) => return Err(error),
+        }
+    }
+    Err(Errno::EXIST)
+}
+
+/// Writes what is left of the current entry.
+fn fill(
+    file: &mut File,
+    reader: &mut Reader<'_>,
+    buffer: &mut [u8],
+    failed: &impl Fn(Errno) -> Error,
+) -> Result<(), Error> {
+    loop {
+        let count = reader.read(buffer)?;
+        if count == 0 {
+            return Ok(());
+        }
+        file.write_all(buffer.get(..count).unwrap_or_default())
+            .map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
+    }
+}
+
+/// Sets what can be set of something that was just made and cannot be opened.
+fn set_unopened(
+    parent: BorrowedFd<'_>,
+    name: &OsStr,
+    attributes: &Attributes,
+) -> Result<(), Errno> {
+    if let Some((uid, gid)) = attributes.owner {
+        chownat(
+            parent,
+            name,
+            Some(uid),
+            Some(gid),
+            AtFlags::SYMLINK_NOFOLLOW,
+        )?;
+    }
+    utimensat(parent, name, &attributes.times(), AtFlags::SYMLINK_NOFOLLOW)
+}
