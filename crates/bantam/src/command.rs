@@ -170,6 +170,25 @@ impl Exec {
         }
     }
 
+    /// Starts the command and lets it go: its standard streams are `/dev/null`, and it lives on
+    /// by itself until it ends, its timeout is over or the machine ends. Returns its process id
+    /// in the guest.
+    ///
+    /// # Errors
+    /// [`Error::Start`] or [`Error::MachineDied`]; [`Error::InvalidCommand`] if it was given a
+    /// terminal or standard input.
+    pub fn detach(self) -> Result<u32, Error> {
+        if self.tty.is_some() || matches!(self.input, Input::Reader(_)) {
+            return Err(Error::InvalidCommand(
+                "a detached command has neither a terminal nor standard input".into(),
+            ));
+        }
+        let mut request = self.request(false)?;
+        request.detach = true;
+        let command = self.name();
+        Started::start(self.machine, request, self.timeout, command).map(|started| started.pid())
+    }
+
     fn name(&self) -> String {
         let name = self.argv.first().map_or(&b""[..], Vec::as_slice);
         String::from_utf8_lossy(name).into_owned()
@@ -220,6 +239,7 @@ impl Exec {
                     .unwrap_or(u64::MAX)
                     .max(1)
             }),
+            detach: false,
         })
     }
 }
