@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::time::Instant;
 
-use bantam::{Availability, EngineKind, Exec, Machine, Report, Timeline};
+use bantam::{Availability, EngineKind, Exec, Machine, Report, Timeline, probe_engines};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use serde::Serialize;
@@ -138,8 +138,8 @@ fn notes(machine: &Machine) -> Vec<String> {
     match machine.engine() {
         EngineKind::Native => Vec::new(),
         EngineKind::Emulated => {
-            let why = match &machine.engines().native {
-                Availability::Ready(_) => "as asked",
+            let why = match probe_engines().native {
+                Availability::Ready(_) => "as asked".to_owned(),
                 Availability::Unusable(reason) => reason,
             };
             vec![format!(

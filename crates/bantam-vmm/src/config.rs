@@ -110,14 +110,22 @@ impl VmConfig {
     /// The most disks a machine may have.
     pub const MAX_DISKS: usize = 4;
 
-    pub(crate) fn check(&self) -> Result<(), VmmError> {
-        if self.cpus == 0 || self.cpus > Self::MAX_CPUS {
+    /// Checks a number of vCPUs.
+    ///
+    /// # Errors
+    /// [`VmmError::Config`] outside 1..=[`Self::MAX_CPUS`].
+    pub fn check_cpus(cpus: u8) -> Result<(), VmmError> {
+        if cpus == 0 || cpus > Self::MAX_CPUS {
             return Err(VmmError::Config(format!(
-                "{} vCPUs are outside 1 to {}",
-                self.cpus,
+                "{cpus} vCPUs are outside 1 to {}",
                 Self::MAX_CPUS
             )));
         }
+        Ok(())
+    }
+
+    pub(crate) fn check(&self) -> Result<(), VmmError> {
+        Self::check_cpus(self.cpus)?;
         if self.disks.len() > Self::MAX_DISKS {
             return Err(VmmError::Config(format!(
                 "{} disks are more than {}",

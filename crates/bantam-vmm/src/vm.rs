@@ -8,7 +8,7 @@ use bantam_virtio::vsock::Vsock;
 
 use crate::console::ConsoleLog;
 use crate::devices::DeviceSet;
-use crate::engine::{EngineKind, EngineReport, probe_engines};
+use crate::engine::{EngineKind, probe_engines};
 use crate::{Timeline, VmConfig, VmmError};
 
 /// Why a machine ended.
@@ -91,7 +91,6 @@ pub(crate) struct StartContext {
 /// A running virtual machine. Dropping it kills it and waits until it is gone.
 pub struct Vm {
     engine: EngineKind,
-    engines: EngineReport,
     vsock: Vsock,
     console: ConsoleLog,
     exit: ExitLatch,
@@ -119,8 +118,7 @@ impl Vm {
         prepare: impl FnOnce(&Vsock) -> std::io::Result<()>,
     ) -> Result<Self, VmmError> {
         config.check()?;
-        let engines = probe_engines();
-        let engine = engines.select(config.engine)?;
+        let engine = probe_engines().select(config.engine)?;
         let (devices, vsock) = DeviceSet::build(config)?;
         prepare(&vsock).map_err(VmmError::device("vsock"))?;
         let console = ConsoleLog::new();
@@ -134,7 +132,6 @@ impl Vm {
         let running = start_engine(engine, config, context)?;
         Ok(Self {
             engine,
-            engines,
             vsock,
             console,
             exit,
@@ -147,12 +144,6 @@ impl Vm {
     #[must_use]
     pub fn engine(&self) -> EngineKind {
         self.engine
-    }
-
-    /// What the host offered when the engine was chosen.
-    #[must_use]
-    pub fn engines(&self) -> &EngineReport {
-        &self.engines
     }
 
     /// Connections to and from the guest.

@@ -1,6 +1,6 @@
 //! Describing and starting a machine.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,12 +8,13 @@ use bantam_image::{
     Image, ImageSource, NoProgress, Platform, Progress, PullPolicy, Registries, ResolveOptions,
     Store,
 };
-use bantam_protocol::HOST_CONTROL_PORT;
-use bantam_vmm::{Disk, EngineChoice, ExitCause, MemorySize, Phase, Timeline, Vm, VmConfig};
+use bantam_vmm::{EngineChoice, Phase, Timeline};
 
-use crate::control::{Control, HelloError};
-use crate::machine::CONSOLE_LINES;
-use crate::{Error, Home, Machine, guest};
+use crate::local::{Boot, Local};
+use crate::machine::Facts;
+use crate::machines::MachineName;
+use crate::spec::{Spec, Workload};
+use crate::{Error, Home, Machine, MachineInfo, Machines, guest};
 
 /// A machine that is yet to be started. See [`Machine::builder`].
 #[derive(Clone)]
@@ -23,14 +24,12 @@ pub struct MachineBuilder {
     pull: PullPolicy,
     registries: Registries,
     platform: Option<Platform>,
-    cpus: u8,
-    memory_mib: u32,
-    engine: EngineChoice,
-    kernel: Option<PathBuf>,
-    kernel_args: Option<String>,
+    spec: Spec,
+    name: Option<String>,
+    ephemeral: bool,
     disk: Option<PathBuf>,
     home: Option<Home>,
-    hostname: String,
+    vmm_program: Option<PathBuf>,
     boot_timeout: Duration,
     progress: Arc<dyn Progress + Send + Sync>,
 }
@@ -45,9 +44,10 @@ impl std::fmt::Debug for MachineBuilder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("MachineBuilder")
             .field("image", &self.image)
-            .field("cpus", &self.cpus)
-            .field("memory_mib", &self.memory_mib)
-            .field("engine", &self.engine)
+            .field("name", &self.name)
+            .field("cpus", &self.spec.cpus)
+            .field("memory_mib", &self.spec.memory_mib)
+            .field("engine", &self.spec.engine)
             .finish_non_exhaustive()
     }
 }
@@ -59,15 +59,13 @@ impl Default for MachineBuilder {
             pull: PullPolicy::default(),
             registries: Registries::default(),
             platform: None,
-            cpus: Self::DEFAULT_CPUS,
-            memory_mib: Self::DEFAULT_MEMORY_MIB,
-            engine: EngineChoice::Auto,
-            kernel: None,
-            kernel_args: None,
+            spec: Spec::default(),
+            name: None,
+            ephemeral: false,
             disk: None,
             home: None,
-            hostname: "bantam".to_owned(),
-            boot_timeout: Duration::from_secs(60),
+            vmm_program: None,
+            boot_timeout: Self::DEFAULT_BOOT_TIMEOUT,
             progress: Arc::new(NoProgress),
         }
     }
@@ -78,6 +76,11 @@ impl MachineBuilder {
     pub const DEFAULT_CPUS: u8 = 1;
     /// Memory in MiB of a machine that does not say.
     pub const DEFAULT_MEMORY_MIB: u32 = 512;
+    /// Size in GiB of the disk of a named machine that does not say. The host gives it block by
+    /// block as the guest writes.
+    pub const DEFAULT_DISK_GIB: u32 = 20;
+    /// How long a guest may take to say hello unless told otherwise.
+    pub const DEFAULT_BOOT_TIMEOUT: Duration = Duration::from_secs(60);
 
     /// The image: a registry reference (`python:3.12-slim`), an archive (`./image.tar`, from
     /// `docker save` or an OCI layout), a layout directory, a root directory, or `-` for an
@@ -114,31 +117,31 @@ impl MachineBuilder {
 
     /// The number of vCPUs, 1 to 32.
     pub fn cpus(mut self, cpus: u8) -> Self {
-        self.cpus = cpus;
+        self.spec.cpus = cpus;
         self
     }
 
     /// Memory in MiB, at least 64. The host gives it page by page as the guest touches it.
     pub fn memory_mib(mut self, mib: u32) -> Self {
-        self.memory_mib = mib;
+        self.spec.memory_mib = mib;
         self
     }
 
     /// The engine; by default the best that works on this host.
     pub fn engine(mut self, engine: EngineChoice) -> Self {
-        self.engine = engine;
+        self.spec.engine = engine;
         self
     }
 
     /// Another guest kernel: an ELF image or a bzImage.
     pub fn kernel(mut self, path: impl Into<PathBuf>) -> Self {
-        self.kernel = Some(path.into());
+        self.spec.kernel = Some(path.into());
         self
     }
 
     /// Words appended to the kernel's command line, for debugging.
     pub fn kernel_args(mut self, args: impl Into<String>) -> Self {
-        self.kernel_args = Some(args.into());
+        self.spec.kernel_args = Some(args.into());
         self
     }
 
@@ -155,9 +158,9 @@ impl MachineBuilder {
         self
     }
 
-    /// The guest's host name.
+    /// The guest's host name; by default a named machine's is its name.
     pub fn hostname(mut self, name: impl Into<String>) -> Self {
-        self.hostname = name.into();
+        self.spec.hostname = Some(name.into());
         self
     }
 
@@ -173,72 +176,162 @@ impl MachineBuilder {
         self
     }
 
-    /// Resolves the image, boots the machine and returns when its agent answers.
-    ///
-    /// # Errors
-    /// [`Error`] says which step failed; nothing is left running then.
-    pub fn start(self) -> Result<Machine, Error> {
-        let timeline = Timeline::start();
-        let guest = guest::find_guest(self.kernel.clone())?;
-        let memory = MemorySize::from_mib(self.memory_mib)?;
-        let image = self.resolve()?;
-        timeline.mark(Phase::RootfsReady);
-        let mut disks = vec![Disk {
-            path: image.rootfs.clone(),
-            read_only: true,
-        }];
-        disks.extend(self.disk.clone().map(|path| Disk {
-            path,
-            read_only: false,
-        }));
-        let config = VmConfig {
-            cpus: self.cpus,
-            memory,
-            guest,
-            disks,
-            engine: self.engine,
-            extra_cmdline: self.kernel_args.clone(),
-        };
-        let mut listener = None;
-        let vm = Vm::start(&config, &timeline, |vsock| {
-            listener = Some(vsock.listen(HOST_CONTROL_PORT)?);
-            Ok(())
-        })?;
-        let listener = listener.ok_or_else(|| Error::Protocol("no control listener".into()))?;
-        match Control::accept(&listener, self.boot_timeout, &self.hostname, &timeline) {
-            Ok(control) => Ok(Machine::new(vm, control, image, timeline)),
-            Err(HelloError::Library(error)) => Err(error),
-            Err(HelloError::Failed(reason)) => Err(boot_error(&vm, reason)),
-        }
+    /// Names the machine. A named machine is kept: it has a record and a disk of its own, on
+    /// which what it writes survives [`Machine::stop`] and the next start, and it runs in a
+    /// process of its own, where others find it by its name ([`Machine::connect`],
+    /// [`Machines`]). See [`MachineName::parse`] for what a name may be.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
     }
 
-    fn resolve(&self) -> Result<Image, Error> {
+    /// A named machine that is removed when it ends, and ends when its workload does.
+    pub fn ephemeral(mut self, ephemeral: bool) -> Self {
+        self.ephemeral = ephemeral;
+        self
+    }
+
+    /// Stops a named machine when its workload ends; otherwise it stays for further commands.
+    pub fn stop_on_exit(mut self, stop: bool) -> Self {
+        self.spec.stop_on_exit = stop;
+        self
+    }
+
+    /// Attaches a label to a named machine, for whoever manages machines.
+    pub fn label(mut self, key: impl Into<String>, value: impl Into<String>) -> Self {
+        self.spec.labels.insert(key.into(), value.into());
+        self
+    }
+
+    /// The size of a named machine's disk in GiB.
+    pub fn disk_gib(mut self, gib: u32) -> Self {
+        self.spec.disk_gib = gib;
+        self
+    }
+
+    /// Sets a variable for every command in the machine, over the image's.
+    pub fn env(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.spec.defaults.env.push((name.into(), value.into()));
+        self
+    }
+
+    /// The working directory of every command in the machine that does not say.
+    pub fn workdir(mut self, dir: impl Into<String>) -> Self {
+        self.spec.defaults.workdir = Some(dir.into());
+        self
+    }
+
+    /// The user of every command in the machine that does not say, as for
+    /// [`Exec::user`](crate::Exec::user).
+    pub fn user(mut self, user: impl Into<String>) -> Self {
+        self.spec.defaults.user = Some(user.into());
+        self
+    }
+
+    /// What a named machine runs whenever it is started, as [`Machine::workload`] says: `args`
+    /// follow the image's entrypoint or the one given here. What it writes goes to the machine's
+    /// log.
+    pub fn workload<I>(mut self, args: I, entrypoint: Option<&str>) -> Self
+    where
+        I: IntoIterator<Item: Into<String>>,
+    {
+        self.spec.workload = Some(Workload {
+            args: args.into_iter().map(Into::into).collect(),
+            entrypoint: entrypoint.map(str::to_owned),
+        });
+        self
+    }
+
+    /// The program that a named machine's process runs: `bantam`, or another that calls
+    /// [`VmmProcess`](crate::VmmProcess). See [`Machines::vmm_program`] for the default.
+    pub fn vmm_program(mut self, program: impl Into<PathBuf>) -> Self {
+        self.vmm_program = Some(program.into());
+        self
+    }
+
+    /// Makes a named machine without starting it; [`Machines::start`] does.
+    ///
+    /// # Errors
+    /// [`Error::MachineExists`], [`Error::BadName`], and what can fail with the image. Nothing is
+    /// left then.
+    pub fn create(self) -> Result<MachineInfo, Error> {
+        let name = MachineName::parse(self.name.as_deref().unwrap_or_default())?;
+        self.spec.check()?;
+        let (image, source) = self.resolve()?;
+        let machines = self.machines()?;
+        machines.make(&name, self.spec, &image, source, self.ephemeral)?;
+        machines.inspect(&name)
+    }
+
+    /// Resolves the image, boots the machine and returns when its agent answers. A machine with
+    /// a name is made first.
+    ///
+    /// # Errors
+    /// [`Error`] says which step failed; nothing is left running then, and no record.
+    pub fn start(self) -> Result<Machine, Error> {
+        if let Some(name) = &self.name {
+            let name = MachineName::parse(name)?;
+            let (machines, boot_timeout) = (self.machines()?, self.boot_timeout);
+            self.create()?;
+            return machines.start_within(&name, boot_timeout).inspect_err(|_| {
+                // The error that the caller gets says more than one about removing would.
+                let _ = machines.delete(&name);
+            });
+        }
+        let timeline = Timeline::start();
+        self.spec.check()?;
+        let guest = guest::find_guest(self.spec.kernel.clone())?;
+        let (image, _) = self.resolve()?;
+        timeline.mark(Phase::RootfsReady);
+        let boot = Boot {
+            spec: &self.spec,
+            guest,
+            image: &image,
+            disk: self.disk.clone(),
+            hostname: self.spec.hostname.as_deref().unwrap_or("bantam"),
+            timeout: self.boot_timeout,
+        };
+        let local = Local::boot(boot, &timeline)?;
+        let facts = Facts {
+            name: None,
+            image,
+            engine: local.engine(),
+            kernel_release: local.kernel_release(),
+            defaults: self.spec.defaults,
+        };
+        Ok(Machine::owned(local, facts, timeline))
+    }
+
+    fn machines(&self) -> Result<Machines, Error> {
+        let mut machines = Machines::open(&self.resolve_home()?);
+        if let Some(program) = &self.vmm_program {
+            machines = machines.vmm_program(program);
+        }
+        Ok(machines)
+    }
+
+    fn resolve_home(&self) -> Result<Home, Error> {
+        self.home.clone().map_or_else(Home::from_env, Ok)
+    }
+
+    /// The image, and what it was called.
+    fn resolve(&self) -> Result<(Image, String), Error> {
         let source = match self.image.as_ref().ok_or(Error::NoImage)? {
             ImageChoice::Text(text) => ImageSource::parse(text)?,
             ImageChoice::Source(source) => source.clone(),
         };
-        let home = self.home.clone().map_or_else(Home::from_env, Ok)?;
         let options = ResolveOptions {
             platform: self.platform.clone().unwrap_or_default(),
             pull: self.pull,
             registries: self.registries.clone(),
             ..ResolveOptions::default()
         };
-        let store = Store::open(Path::new(home.images()))?;
-        Ok(store.resolve(&source, &options, self.progress.as_ref())?)
-    }
-}
-
-/// What is known of a guest that did not come up.
-fn boot_error(vm: &Vm, reason: String) -> Error {
-    let ended = vm.wait(Some(Duration::from_millis(200)));
-    let reason = match ended {
-        Some(ExitCause::Failed(engine)) => format!("{reason}: {engine}"),
-        Some(ExitCause::GuestShutdown | ExitCause::Killed) | None => reason,
-    };
-    Error::Boot {
-        reason,
-        engine: vm.engine(),
-        console: vm.console().last_lines(CONSOLE_LINES),
+        let store = Store::open(self.resolve_home()?.images())?;
+        let image = store.resolve(&source, &options, self.progress.as_ref())?;
+        let called = match self.image.as_ref() {
+            Some(ImageChoice::Text(text)) => text.clone(),
+            _ => image.digest.clone(),
+        };
+        Ok((image, called))
     }
 }

@@ -96,6 +96,94 @@ pub enum Error {
     /// A command is empty or holds a NUL byte.
     #[error("invalid command: {0}")]
     InvalidCommand(String),
+    /// What a machine was to be called is no name.
+    #[error("'{name}' is no name for a machine: it {reason}")]
+    BadName {
+        /// What was given.
+        name: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// There is no such machine.
+    #[error("machine '{name}' not found: there is no such machine")]
+    NoSuchMachine {
+        /// Its name.
+        name: String,
+    },
+    /// There is a machine of that name.
+    #[error("machine '{name}' already exists")]
+    MachineExists {
+        /// Its name.
+        name: String,
+    },
+    /// The machine must run for that.
+    #[error("machine '{name}' is not running (it is {state})")]
+    NotRunning {
+        /// Its name.
+        name: String,
+        /// Its state.
+        state: String,
+    },
+    /// The machine must not run for that.
+    #[error("machine '{name}' is running, and can be changed only when it is stopped")]
+    MachineRuns {
+        /// Its name.
+        name: String,
+    },
+    /// Another process is doing something with the machine, and takes too long.
+    #[error("machine '{name}' is busy: another process starts, changes or removes it")]
+    MachineBusy {
+        /// Its name.
+        name: String,
+    },
+    /// The process that has the machine does not answer.
+    #[error("machine '{name}' is unreachable: its process does not answer")]
+    Unreachable {
+        /// Its name.
+        name: String,
+    },
+    /// The image of a machine is no longer in the store.
+    #[error("image '{image}' is not in the store any more")]
+    ImageGone {
+        /// What it was called.
+        image: String,
+    },
+    /// A change to a machine that cannot be made.
+    #[error("cannot change the machine: {0}")]
+    BadChange(String),
+    /// No program was found to run a machine's process.
+    #[error("no program 'bantam' was found to run the machine's process")]
+    NoVmmProgram,
+    /// A file that describes a machine makes no sense.
+    #[error("cannot use {}: {reason}", path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A file of a machine could not be handled.
+    #[error("cannot {what} {}", path.display())]
+    State {
+        /// What was attempted.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The operating system's reason.
+        source: io::Error,
+    },
+    /// What went wrong in the process of a machine.
+    #[error("{message}")]
+    Remote {
+        /// As of [`Error::code`].
+        code: String,
+        /// What happened, with its causes.
+        message: String,
+        /// As of [`Error::hint`].
+        hint: Option<String>,
+        /// As of [`Error::console`].
+        console: Vec<String>,
+    },
     /// Bytes could not be moved to or from the caller's side.
     #[error("{what}")]
     Io {
@@ -132,7 +220,7 @@ pub enum Error {
     },
     /// No directory for state could be determined.
     #[error(
-        "cannot tell where to keep images: neither BANTAM_HOME, XDG_CACHE_HOME nor HOME is set"
+        "cannot tell where to keep images and machines: neither BANTAM_HOME, HOME, nor XDG_CACHE_HOME and XDG_DATA_HOME are set"
     )]
     NoHome,
 }
@@ -167,6 +255,27 @@ impl Error {
             Self::Vm(VmmError::NoEngine(_) | VmmError::EngineUnavailable { .. }) => {
                 Some("`bantam doctor` shows what this host offers".into())
             }
+            Self::NoSuchMachine { .. } => Some("`bantam machine ls` shows all machines".into()),
+            Self::MachineExists { name } => Some(format!(
+                "start it with `bantam machine start --name {name}`, or remove it with `bantam machine delete --name {name}`"
+            )),
+            Self::NotRunning { name, .. } => Some(format!(
+                "use `bantam machine start --name {name}` first"
+            )),
+            Self::MachineRuns { name } => Some(format!("`bantam machine stop --name {name}` stops it")),
+            Self::Unreachable { name } => Some(format!(
+                "`bantam machine stop --name {name}` ends it by force; what its guest had not written back is lost"
+            )),
+            Self::ImageGone { .. } => Some(
+                "pull the image again if the name still means the same, or make the machine anew".into(),
+            ),
+            Self::NoVmmProgram => Some(
+                "install bantam, or name a program in BANTAM_PROGRAM".into(),
+            ),
+            Self::Record { .. } => Some(
+                "repair the file, or remove the machine with `bantam machine delete`".into(),
+            ),
+            Self::Remote { hint, .. } => hint.clone(),
             Self::TooLarge { .. } => Some("stream it instead of reading it whole".into()),
             Self::NoHome => Some("set BANTAM_HOME to a directory".into()),
             _ => None,
@@ -177,14 +286,16 @@ impl Error {
     #[must_use]
     pub fn console(&self) -> &[String] {
         match self {
-            Self::Boot { console, .. } | Self::MachineDied { console, .. } => console,
+            Self::Boot { console, .. }
+            | Self::MachineDied { console, .. }
+            | Self::Remote { console, .. } => console,
             _ => &[],
         }
     }
 
     /// A short name for programs.
     #[must_use]
-    pub fn code(&self) -> &'static str {
+    pub fn code(&self) -> &str {
         match self {
             Self::NoImage | Self::InvalidCommand(_) => "usage",
             Self::Image(_) => "image",
@@ -207,6 +318,19 @@ impl Error {
             Self::Io { .. } => "io",
             Self::Disk { .. } | Self::DiskSize { .. } => "disk",
             Self::DiskTemplateNotFound { .. } => "disk_template_not_found",
+            Self::BadName { .. } => "bad_name",
+            Self::NoSuchMachine { .. } => "machine_not_found",
+            Self::MachineExists { .. } => "machine_exists",
+            Self::NotRunning { .. } => "machine_not_running",
+            Self::MachineRuns { .. } => "machine_running",
+            Self::MachineBusy { .. } => "machine_busy",
+            Self::Unreachable { .. } => "machine_unreachable",
+            Self::ImageGone { .. } => "image_gone",
+            Self::BadChange(_) => "bad_change",
+            Self::NoVmmProgram => "no_vmm_program",
+            Self::Record { .. } => "record",
+            Self::State { .. } => "state",
+            Self::Remote { code, .. } => code,
             Self::NoHome => "no_home",
         }
     }

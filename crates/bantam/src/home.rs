@@ -3,25 +3,32 @@
 use std::env;
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
 use crate::Error;
 
 /// The directories of one user's bantam.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Home {
     images: PathBuf,
+    machines: PathBuf,
 }
 
 impl Home {
     /// Everything below one directory.
     #[must_use]
     pub fn at(dir: &Path) -> Self {
+        // The process of a machine works elsewhere.
+        let dir = std::path::absolute(dir).unwrap_or_else(|_| dir.to_path_buf());
         Self {
             images: dir.join("images"),
+            machines: dir.join("machines"),
         }
     }
 
     /// `$BANTAM_HOME` if it is set; otherwise images are a cache, in
-    /// `$XDG_CACHE_HOME/bantam/images` or `~/.cache/bantam/images`.
+    /// `$XDG_CACHE_HOME/bantam/images` or `~/.cache/bantam/images`, and machines are data, in
+    /// `$XDG_DATA_HOME/bantam/machines` or `~/.local/share/bantam/machines`.
     ///
     /// # Errors
     /// [`Error::NoHome`] if no variable says where that is.
@@ -32,8 +39,12 @@ impl Home {
         let cache = variable("XDG_CACHE_HOME")
             .or_else(|| variable("HOME").map(|home| home.join(".cache")))
             .ok_or(Error::NoHome)?;
+        let data = variable("XDG_DATA_HOME")
+            .or_else(|| variable("HOME").map(|home| home.join(".local/share")))
+            .ok_or(Error::NoHome)?;
         Ok(Self {
             images: cache.join("bantam/images"),
+            machines: data.join("bantam/machines"),
         })
     }
 
@@ -41,6 +52,12 @@ impl Home {
     #[must_use]
     pub fn images(&self) -> &Path {
         &self.images
+    }
+
+    /// The directories of named machines.
+    #[must_use]
+    pub fn machines(&self) -> &Path {
+        &self.machines
     }
 }
 

@@ -22,7 +22,8 @@
 //! # Ok::<(), bantam::Error>(())
 //! ```
 //!
-//! Dropping a [`Machine`] ends it and leaves nothing behind.
+//! Dropping a [`Machine`] ends it and leaves nothing behind. A machine with a name is kept: see
+//! [`MachineBuilder::name`] and [`Machines`].
 
 mod builder;
 mod capped;
@@ -34,8 +35,12 @@ mod error;
 mod files;
 mod guest;
 mod home;
+mod host;
 mod images;
+mod local;
 mod machine;
+mod machines;
+mod spec;
 mod started;
 mod status;
 mod wire;
@@ -59,4 +64,8 @@ pub use guest::{find_disk_template, find_guest, guest_search_path};
 pub use home::Home;
 pub use images::Images;
 pub use machine::{Machine, Report};
+pub use machines::{
+    Changes, LogOptions, MachineInfo, MachineName, MachineState, Machines, Stopped, Stopper,
+    VmmProcess,
+};
 pub use status::{Finished, Output, Status};

@@ -5,35 +5,48 @@ use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bantam_image::{Argv, Image, ImageConfig};
-use bantam_protocol::GUEST_EXEC_PORT;
-use bantam_vmm::{EngineKind, EngineReport, ExitCause, Phase, Timeline, Vm};
+use bantam_vmm::{EngineKind, ExitCause, Phase, Timeline};
 
 use crate::capped::Capped;
-use crate::control::Control;
-use crate::{Error, Exec, MachineBuilder, files};
+use crate::host::Host;
+use crate::machines::MachineName;
+use crate::spec::CommandDefaults;
+use crate::{Error, Exec, Home, MachineBuilder, MachineInfo, Machines, files};
 
 /// How long an agent that works may take to accept a request and to answer that a command runs.
 /// It is generous: an emulated guest on a busy host is slow.
 pub(crate) const REQUEST_LIMIT: Duration = Duration::from_secs(60);
 
-/// How many console lines an error carries.
-pub(crate) const CONSOLE_LINES: usize = 15;
-
-/// A running machine. Dropping it ends it at once; [`Machine::stop`] asks first.
+/// A running machine.
+///
+/// One that was started without a name runs in this process: dropping it ends it at once, and it
+/// ends with the process however that dies. A named one runs in a process of its own and goes on
+/// when this is dropped. [`Machine::stop`] ends either, and asks first.
 #[derive(Debug)]
 pub struct Machine(Arc<Inner>);
 
 /// What streams and commands hold on to.
 #[derive(Debug)]
 pub(crate) struct Inner {
-    vm: Vm,
-    control: Mutex<Control>,
-    image: Image,
+    host: Arc<dyn Host>,
+    facts: Facts,
     timeline: Timeline,
+    /// It ends with its `Machine`.
+    owned: bool,
+}
+
+/// What does not change while a machine runs.
+#[derive(Debug)]
+pub(crate) struct Facts {
+    pub(crate) name: Option<MachineName>,
+    pub(crate) image: Image,
+    pub(crate) engine: EngineKind,
+    pub(crate) kernel_release: String,
+    pub(crate) defaults: CommandDefaults,
 }
 
 /// What is left of a machine.
@@ -54,13 +67,12 @@ impl Inner {
     }
 
     pub(crate) fn image_config(&self) -> &ImageConfig {
-        &self.image.config
+        &self.facts.image.config
     }
 
     pub(crate) fn connect_exec(&self) -> Result<UnixStream, Error> {
-        self.vm
-            .vsock()
-            .connect(GUEST_EXEC_PORT)
+        self.host
+            .connect_exec()
             .map_err(|error| match error.kind() {
                 io::ErrorKind::BrokenPipe => self.died("it was asked for a command".to_owned()),
                 _ => Error::Io {
@@ -73,27 +85,17 @@ impl Inner {
     /// The error for a stream that ended by itself. The streams of a machine that ends close a
     /// moment before its exit is known.
     pub(crate) fn died(&self, what: String) -> Error {
-        let Some(exit) = self.vm.wait(Some(Duration::from_millis(500))) else {
-            return Error::Agent {
+        match self.host.ended(Duration::from_millis(500)) {
+            Some(ended) => Error::MachineDied {
+                what,
+                cause: ended.cause,
+                console: ended.console,
+            },
+            None => Error::Agent {
                 what,
                 reason: "hung up".to_owned(),
-            };
-        };
-        let last_words = self.lock_control().last_words();
-        let cause = last_words.unwrap_or_else(|| match exit {
-            ExitCause::GuestShutdown => "the guest shut down or its kernel panicked".into(),
-            ExitCause::Killed => "it was stopped".into(),
-            ExitCause::Failed(reason) => reason,
-        });
-        Error::MachineDied {
-            what,
-            cause,
-            console: self.vm.console().last_lines(CONSOLE_LINES),
+            },
         }
-    }
-
-    fn lock_control(&self) -> MutexGuard<'_, Control> {
-        self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -111,13 +113,42 @@ impl Machine {
         MachineBuilder::default()
     }
 
-    pub(crate) fn new(vm: Vm, control: Control, image: Image, timeline: Timeline) -> Self {
+    /// A machine that ends with the value.
+    pub(crate) fn owned(host: Arc<dyn Host>, facts: Facts, timeline: Timeline) -> Self {
         Self(Arc::new(Inner {
-            vm,
-            control: Mutex::new(control),
-            image,
+            host,
+            facts,
             timeline,
+            owned: true,
         }))
+    }
+
+    /// A machine that goes on without it.
+    pub(crate) fn attached(host: Arc<dyn Host>, facts: Facts, timeline: Timeline) -> Self {
+        Self(Arc::new(Inner {
+            host,
+            facts,
+            timeline,
+            owned: false,
+        }))
+    }
+
+    /// The running machine of that name, whichever process started it. Dropping the result
+    /// leaves the machine running.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`], [`Error::NotRunning`], or what [`Home::from_env`] gives. For
+    /// another home see [`Machines::connect`].
+    pub fn connect(name: &str) -> Result<Self, Error> {
+        Machines::open(&Home::from_env()?).connect(&MachineName::parse(name)?)
+    }
+
+    /// All named machines, by name.
+    ///
+    /// # Errors
+    /// As [`Machines::list`]; for another home see there.
+    pub fn list() -> Result<Vec<MachineInfo>, Error> {
+        Machines::open(&Home::from_env()?).list()
     }
 
     /// Runs a command: `argv[0]` is looked up in the guest's `PATH`, the environment, user and
@@ -131,7 +162,23 @@ impl Machine {
             .into_iter()
             .map(|arg| arg.as_ref().as_bytes().to_vec())
             .collect();
-        Exec::new(Arc::clone(&self.0), argv)
+        self.command(argv)
+    }
+
+    /// A command with the defaults that this machine was made with.
+    fn command(&self, argv: Vec<Vec<u8>>) -> Exec {
+        let defaults = &self.0.facts.defaults;
+        let mut exec = Exec::new(Arc::clone(&self.0), argv);
+        for (name, value) in &defaults.env {
+            exec = exec.env(name, value);
+        }
+        if let Some(dir) = &defaults.workdir {
+            exec = exec.workdir(dir);
+        }
+        if let Some(user) = &defaults.user {
+            exec = exec.user(user);
+        }
+        exec
     }
 
     /// Runs what the image is for, as a container engine would: `args` replace the image's
@@ -147,8 +194,8 @@ impl Machine {
         let bytes = |word: &OsStr| word.as_bytes().to_vec();
         let args: Vec<_> = args.into_iter().map(|arg| bytes(arg.as_ref())).collect();
         let entrypoint = entrypoint.map(|word| vec![bytes(word)]);
-        match self.0.image.config.process(&args, entrypoint.as_deref()) {
-            Argv::Run(argv) => Ok(Exec::new(Arc::clone(&self.0), argv)),
+        match self.0.image_config().process(&args, entrypoint.as_deref()) {
+            Argv::Run(argv) => Ok(self.command(argv)),
             Argv::Idle => Err(Error::InvalidCommand(
                 "none was given, and the image names none".to_owned(),
             )),
@@ -206,22 +253,22 @@ impl Machine {
         files::read(&self.0, path.as_ref(), sink)
     }
 
+    /// Its name, if it has one.
+    #[must_use]
+    pub fn name(&self) -> Option<&MachineName> {
+        self.0.facts.name.as_ref()
+    }
+
     /// The image it was made from.
     #[must_use]
     pub fn image(&self) -> &Image {
-        &self.0.image
+        &self.0.facts.image
     }
 
     /// The engine that runs it.
     #[must_use]
     pub fn engine(&self) -> EngineKind {
-        self.0.vm.engine()
-    }
-
-    /// What the host offered when the engine was chosen.
-    #[must_use]
-    pub fn engines(&self) -> &EngineReport {
-        self.0.vm.engines()
+        self.0.facts.engine
     }
 
     /// When each phase was reached.
@@ -232,32 +279,24 @@ impl Machine {
 
     /// The release of the guest's kernel, as `uname -r` shows it.
     #[must_use]
-    pub fn kernel_release(&self) -> String {
-        self.0.lock_control().hello.kernel_release.clone()
+    pub fn kernel_release(&self) -> &str {
+        &self.0.facts.kernel_release
     }
 
     /// Asks the guest to write everything back and power off; ends it by force if it does not
     /// within [`Machine::STOP_LIMIT`]. Stopping a machine that has ended reports how it ended.
     ///
     /// # Errors
-    /// None today; a machine with a disk of its own will report one that was not written back.
+    /// For a machine in a process of its own, [`Error::Io`] if that cannot be reached.
     pub fn stop(&self) -> Result<Report, Error> {
-        let asked = self
-            .0
-            .lock_control()
-            .shutdown(Self::STOP_GRACE, Self::STOP_LIMIT);
-        // If the agent is gone, so is its machine, or there is nobody to ask.
-        let cause = asked
-            .ok()
-            .and_then(|()| self.0.vm.wait(Some(Self::STOP_LIMIT)))
-            .unwrap_or_else(|| self.0.vm.kill());
+        let cause = self.0.host.stop(Self::STOP_GRACE, Self::STOP_LIMIT)?;
         Ok(self.report(cause))
     }
 
     /// Ends it at once, without asking the guest. Calls that wait for the guest, on any thread,
     /// end with an error.
     pub fn kill(&self) -> Report {
-        let cause = self.0.vm.kill();
+        let cause = self.0.host.kill();
         self.report(cause)
     }
 
@@ -265,7 +304,7 @@ impl Machine {
         self.0.timeline.mark(Phase::Teardown);
         Report {
             cause,
-            engine: self.0.vm.engine(),
+            engine: self.engine(),
             timeline: self.0.timeline.clone(),
         }
     }
@@ -273,7 +312,9 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // Commands may still hold a reference; the machine ends with its owner all the same.
-        self.0.vm.kill();
+        if self.0.owned {
+            // Commands may still hold a reference; the machine ends with its owner all the same.
+            self.0.host.kill();
+        }
     }
 }

@@ -1,0 +1,143 @@
+//! A machine whose virtual machine runs in this process.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bantam_image::Image;
+use bantam_protocol::{GUEST_EXEC_PORT, HOST_CONTROL_PORT};
+use bantam_vmm::{Disk, EngineKind, ExitCause, GuestKernel, MemorySize, Timeline, Vm, VmConfig};
+
+use crate::Error;
+use crate::control::{Control, HelloError};
+use crate::host::{CONSOLE_LINES, Ended, Host};
+use crate::spec::Spec;
+
+/// A virtual machine of this process, and the control stream of its agent. It ends with its
+/// owner: the engine's threads are this process's, and the kernel kills QEMU with them.
+#[derive(Debug)]
+pub(crate) struct Local {
+    vm: Vm,
+    control: Mutex<Control>,
+}
+
+/// What is needed to boot beside the description of the machine.
+pub(crate) struct Boot<'a> {
+    pub(crate) spec: &'a Spec,
+    pub(crate) guest: GuestKernel,
+    pub(crate) image: &'a Image,
+    /// The ext4 disk that keeps what is written; without one it stays in memory.
+    pub(crate) disk: Option<PathBuf>,
+    pub(crate) hostname: &'a str,
+    /// How long the guest may take to say hello.
+    pub(crate) timeout: Duration,
+}
+
+impl Local {
+    /// Boots and returns when the agent answers. Nothing is left running after an error.
+    pub(crate) fn boot(boot: Boot<'_>, timeline: &Timeline) -> Result<Arc<Self>, Error> {
+        let mut disks = vec![Disk {
+            path: boot.image.rootfs.clone(),
+            read_only: true,
+        }];
+        disks.extend(boot.disk.map(|path| Disk {
+            path,
+            read_only: false,
+        }));
+        let config = VmConfig {
+            cpus: boot.spec.cpus,
+            memory: MemorySize::from_mib(boot.spec.memory_mib)?,
+            guest: boot.guest,
+            disks,
+            engine: boot.spec.engine,
+            extra_cmdline: boot.spec.kernel_args.clone(),
+        };
+        let mut listener = None;
+        let vm = Vm::start(&config, timeline, |vsock| {
+            listener = Some(vsock.listen(HOST_CONTROL_PORT)?);
+            Ok(())
+        })?;
+        let listener = listener.ok_or_else(|| Error::Protocol("no control listener".into()))?;
+        match Control::accept(&listener, boot.timeout, boot.hostname, timeline) {
+            Ok(control) => Ok(Arc::new(Self {
+                vm,
+                control: Mutex::new(control),
+            })),
+            Err(HelloError::Library(error)) => Err(error),
+            Err(HelloError::Failed(reason)) => Err(boot_error(&vm, reason)),
+        }
+    }
+
+    /// Waits for the end of the machine; `None` if it still runs after `timeout`.
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<ExitCause> {
+        self.vm.wait(timeout)
+    }
+
+    /// The engine that runs it.
+    pub(crate) fn engine(&self) -> EngineKind {
+        self.vm.engine()
+    }
+
+    /// The release of the guest's kernel.
+    pub(crate) fn kernel_release(&self) -> String {
+        self.lock_control().hello.kernel_release.clone()
+    }
+
+    /// The last lines of the guest's console.
+    pub(crate) fn console(&self) -> Vec<String> {
+        self.vm.console().last_lines(CONSOLE_LINES)
+    }
+
+    fn lock_control(&self) -> MutexGuard<'_, Control> {
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Host for Local {
+    fn connect_exec(&self) -> io::Result<UnixStream> {
+        self.vm.vsock().connect(GUEST_EXEC_PORT)
+    }
+
+    fn ended(&self, patience: Duration) -> Option<Ended> {
+        let exit = self.vm.wait(Some(patience))?;
+        let last_words = self.lock_control().last_words();
+        let cause = last_words.unwrap_or_else(|| match exit {
+            ExitCause::GuestShutdown => "the guest shut down or its kernel panicked".into(),
+            ExitCause::Killed => "it was stopped".into(),
+            ExitCause::Failed(reason) => reason,
+        });
+        Some(Ended {
+            cause,
+            console: self.console(),
+        })
+    }
+
+    fn stop(&self, grace: Duration, limit: Duration) -> Result<ExitCause, Error> {
+        let asked = self.lock_control().shutdown(grace, limit);
+        // If the agent is gone, so is its machine, or there is nobody to ask.
+        Ok(asked
+            .ok()
+            .and_then(|()| self.vm.wait(Some(limit)))
+            .unwrap_or_else(|| self.vm.kill()))
+    }
+
+    fn kill(&self) -> ExitCause {
+        self.vm.kill()
+    }
+}
+
+/// What is known of a guest that did not come up.
+fn boot_error(vm: &Vm, reason: String) -> Error {
+    let ended = vm.wait(Some(Duration::from_millis(200)));
+    let reason = match ended {
+        Some(ExitCause::Failed(engine)) => format!("{reason}: {engine}"),
+        Some(ExitCause::GuestShutdown | ExitCause::Killed) | None => reason,
+    };
+    Error::Boot {
+        reason,
+        engine: vm.engine(),
+        console: vm.console().last_lines(CONSOLE_LINES),
+    }
+}

@@ -1,0 +1,100 @@
+//! Changes to a machine.
+
+use std::collections::BTreeMap;
+
+use crate::Error;
+use crate::spec::Spec;
+
+/// What [`Machines::update`](crate::Machines::update) changes; what is `None` or empty stays.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// Number of vCPUs.
+    pub cpus: Option<u8>,
+    /// Memory in MiB.
+    pub memory_mib: Option<u32>,
+    /// Size of the disk in GiB; it can only grow.
+    pub disk_gib: Option<u32>,
+    /// Variables to set for every command.
+    pub env: Vec<(String, String)>,
+    /// Variables not to set any more.
+    pub remove_env: Vec<String>,
+    /// Working directory of every command.
+    pub workdir: Option<String>,
+    /// User of every command.
+    pub user: Option<String>,
+    /// Labels to attach.
+    pub labels: BTreeMap<String, String>,
+    /// Labels to take off.
+    pub remove_labels: Vec<String>,
+}
+
+impl Changes {
+    /// Whether there is nothing to change.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    pub(super) fn apply(&self, spec: &mut Spec) -> Result<(), Error> {
+        if let Some(gib) = self.disk_gib {
+            if gib < spec.disk_gib {
+                return Err(Error::BadChange(format!(
+                    "its disk of {} GiB cannot shrink to {gib} GiB",
+                    spec.disk_gib
+                )));
+            }
+            spec.disk_gib = gib;
+        }
+        spec.cpus = self.cpus.unwrap_or(spec.cpus);
+        spec.memory_mib = self.memory_mib.unwrap_or(spec.memory_mib);
+        let env = &mut spec.defaults.env;
+        env.retain(|(name, _)| {
+            !self.remove_env.contains(name) && !self.env.iter().any(|(new, _)| new == name)
+        });
+        env.extend(self.env.iter().cloned());
+        if self.workdir.is_some() {
+            spec.defaults.workdir.clone_from(&self.workdir);
+        }
+        if self.user.is_some() {
+            spec.defaults.user.clone_from(&self.user);
+        }
+        spec.labels
+            .retain(|key, _| !self.remove_labels.contains(key));
+        spec.labels.extend(self.labels.clone());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_changes_what_it_names_and_nothing_else() {
+        let mut spec = Spec::default();
+        spec.defaults.env = vec![("A".into(), "1".into()), ("B".into(), "2".into())];
+        spec.labels.insert("x".into(), "y".into());
+        let before = spec.cpus;
+        let changes = Changes {
+            memory_mib: Some(1024),
+            env: vec![("A".into(), "3".into())],
+            remove_env: vec!["B".into()],
+            remove_labels: vec!["x".into()],
+            ..Changes::default()
+        };
+        changes.apply(&mut spec).unwrap();
+        assert_eq!((spec.cpus, spec.memory_mib), (before, 1024));
+        assert_eq!(spec.defaults.env, [("A".to_owned(), "3".to_owned())]);
+        assert!(spec.labels.is_empty());
+    }
+
+    #[test]
+    fn a_disk_does_not_shrink() {
+        let mut spec = Spec::default();
+        let shrink = Changes {
+            disk_gib: Some(spec.disk_gib - 1),
+            ..Changes::default()
+        };
+        assert!(matches!(shrink.apply(&mut spec), Err(Error::BadChange(_))));
+    }
+}

@@ -1,0 +1,372 @@
+//! Named machines: records on disk, and a process for each that runs.
+//!
+//! A machine is a directory (see [`dir`]). Making one, and removing it, is a rename: it is there
+//! whole or not at all. Starting one takes its lock and hands it to a new process, which boots
+//! the machine, holds the lock as long as it lives, and listens on the control socket. So:
+//!
+//! * whether a machine runs is asked of the kernel, not of a file: somebody accepts on its
+//!   socket, or nobody does;
+//! * a process that is killed frees the lock and the machine with it, and the next start goes on
+//!   from the disk;
+//! * a command needs the machine's process only to open its stream: that is handed over as a
+//!   descriptor, and nobody copies what goes through it.
+
+mod attached;
+mod changes;
+mod dir;
+mod info;
+mod ipc;
+mod log;
+mod name;
+mod record;
+mod start;
+mod vmm;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bantam_image::{Image, Store};
+use bantam_vmm::Timeline;
+
+use self::attached::{Answer, Attached};
+pub use self::changes::Changes;
+use self::dir::{Locked, MachineDir};
+pub use self::info::{MachineInfo, MachineState};
+use self::ipc::{Reply, Request, RunningStatus};
+pub use self::log::LogOptions;
+pub use self::name::MachineName;
+use self::record::{Record, pin_owner};
+pub use self::vmm::{Stopper, VmmProcess};
+use crate::machine::Facts;
+use crate::spec::Spec;
+use crate::{Error, Home, Machine, MachineBuilder};
+
+/// How long the process of a machine that has ended may take to be gone.
+const EXIT_LIMIT: Duration = Duration::from_secs(10);
+
+/// The named machines of this user.
+///
+/// Every process of the user may work on them at the same time.
+///
+/// ```no_run
+/// use bantam::{Home, Machine, MachineName, Machines};
+///
+/// let home = Home::from_env()?;
+/// Machine::builder().name("dev").image("debian:12").home(home.clone()).create()?;
+///
+/// let machines = Machines::open(&home);
+/// let name = MachineName::parse("dev")?;
+/// let machine = machines.start(&name)?;
+/// machine.exec(["bash", "-c", "echo kept > /root/note"]).output()?;
+/// machines.stop(&name, Machine::STOP_GRACE)?;
+/// assert_eq!(machines.start(&name)?.read_file("/root/note")?, b"kept\n");
+/// machines.delete(&name)?;
+/// # Ok::<(), bantam::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Machines {
+    home: Home,
+    vmm_program: Option<PathBuf>,
+}
+
+/// How a machine was found by [`Machines::stop`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Stopped {
+    /// It ran, and has powered off or was ended by force.
+    Now,
+    /// It did not run.
+    Before(MachineState),
+}
+
+impl Machines {
+    /// The machines of a home.
+    #[must_use]
+    pub fn open(home: &Home) -> Self {
+        Self {
+            home: home.clone(),
+            vmm_program: None,
+        }
+    }
+
+    /// The program that a machine's process runs: `bantam`, or another that calls
+    /// [`VmmProcess`]. By default `$BANTAM_PROGRAM`, or `bantam` beside the running program, in
+    /// the directory above that, or in `$PATH`.
+    #[must_use]
+    pub fn vmm_program(mut self, program: impl Into<PathBuf>) -> Self {
+        self.vmm_program = Some(program.into());
+        self
+    }
+
+    /// Makes a machine; see [`MachineBuilder::create`].
+    pub(crate) fn make(
+        &self,
+        name: &MachineName,
+        spec: Spec,
+        image: &Image,
+        called: String,
+        ephemeral: bool,
+    ) -> Result<(), Error> {
+        let record = Record {
+            version: Record::VERSION,
+            id: random_hex(8)?,
+            name: name.clone(),
+            created_at: now(),
+            ephemeral,
+            image: called,
+            image_digest: image.digest.clone(),
+            spec,
+        };
+        let store = self.store()?;
+        let made = self.dir(name).make(|dir| {
+            store.pin(image, &record.pin_owner())?;
+            dir.write_record(&record)
+        });
+        if made.is_err() {
+            // There is no machine of that id.
+            let _ = store.unpin(&record.pin_owner());
+        }
+        made
+    }
+
+    /// Starts a machine and returns when its agent answers. A machine that runs already is
+    /// connected to.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`], or what kept it from booting; it does not run then.
+    pub fn start(&self, name: &MachineName) -> Result<Machine, Error> {
+        self.start_within(name, MachineBuilder::DEFAULT_BOOT_TIMEOUT)
+    }
+
+    /// As [`Machines::start`], with a limit for the guest to come up.
+    ///
+    /// # Errors
+    /// As [`Machines::start`].
+    pub fn start_within(&self, name: &MachineName, limit: Duration) -> Result<Machine, Error> {
+        let dir = self.dir(name);
+        let timeline = Timeline::start();
+        let running = match dir.lock(|| running(&dir))? {
+            Locked::Instead(running) => running,
+            Locked::Mine(lock) => start::start(self, &dir, lock, limit)?,
+        };
+        self.attach(&dir, running, timeline)
+    }
+
+    /// The running machine of that name, whichever process started it.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`], [`Error::NotRunning`], [`Error::Unreachable`].
+    pub fn connect(&self, name: &MachineName) -> Result<Machine, Error> {
+        let dir = self.dir(name);
+        let timeline = Timeline::start();
+        match running(&dir)? {
+            Some(running) => self.attach(&dir, running, timeline),
+            None => Err(Error::NotRunning {
+                name: name.to_string(),
+                state: self.inspect(name)?.state.name().to_owned(),
+            }),
+        }
+    }
+
+    fn attach(
+        &self,
+        dir: &MachineDir,
+        running: RunningStatus,
+        timeline: Timeline,
+    ) -> Result<Machine, Error> {
+        let record = dir.record()?;
+        let image =
+            self.store()?
+                .stored(&record.image_digest)?
+                .ok_or_else(|| Error::ImageGone {
+                    image: record.image.clone(),
+                })?;
+        let facts = Facts {
+            name: Some(record.name),
+            image,
+            engine: running.engine,
+            kernel_release: running.kernel_release,
+            defaults: record.spec.defaults,
+        };
+        let host = Attached::new(dir.clone(), running.pid);
+        Ok(Machine::attached(
+            std::sync::Arc::new(host),
+            facts,
+            timeline,
+        ))
+    }
+
+    /// Asks a machine to write everything back and power off; processes in it have `grace` to
+    /// end. It is ended by force if it does not within [`Machine::STOP_LIMIT`] after that.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`], or what went wrong with its process.
+    pub fn stop(&self, name: &MachineName, grace: Duration) -> Result<Stopped, Error> {
+        self.end(
+            name,
+            stop_request(grace, Machine::STOP_LIMIT.saturating_add(grace)),
+        )
+    }
+
+    /// Ends a machine at once, without asking the guest.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`], or what went wrong with its process.
+    pub fn kill(&self, name: &MachineName) -> Result<Stopped, Error> {
+        self.end(name, Request::Kill)
+    }
+
+    fn end(&self, name: &MachineName, request: Request) -> Result<Stopped, Error> {
+        let dir = self.dir(name);
+        if !dir.path().is_dir() {
+            return Err(dir.not_found());
+        }
+        match attached::end(&dir, request)? {
+            None => Ok(Stopped::Before(self.inspect(name)?.state)),
+            Some(_) => match dir.lock_within(EXIT_LIMIT) {
+                // An ephemeral one is gone.
+                Ok(_) | Err(Error::NoSuchMachine { .. }) => Ok(Stopped::Now),
+                Err(error) => Err(error),
+            },
+        }
+    }
+
+    /// Ends a machine if it runs, and removes it with everything it wrote.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`], or what went wrong; the machine is still listed then.
+    pub fn delete(&self, name: &MachineName) -> Result<(), Error> {
+        let dir = self.dir(name);
+        self.kill(name)?;
+        let lock = match dir.lock_within(EXIT_LIMIT) {
+            Err(Error::NoSuchMachine { .. }) => return Ok(()),
+            lock => lock?,
+        };
+        // A damaged record is no reason to keep the machine; its pin is the price.
+        let record = dir.record();
+        dir.remove(lock)?;
+        match record {
+            Ok(record) => Ok(self.store()?.unpin(&pin_owner(&record.id))?),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Changes a machine that does not run; `change` gets its present description.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`], [`Error::MachineRuns`], or what is wrong with the change.
+    pub fn update(&self, name: &MachineName, changes: &Changes) -> Result<MachineInfo, Error> {
+        let dir = self.dir(name);
+        let runs = || {
+            Ok(running(&dir)?.map(|_| Error::MachineRuns {
+                name: name.to_string(),
+            }))
+        };
+        match dir.lock(runs)? {
+            Locked::Instead(error) => Err(error),
+            Locked::Mine(_lock) => {
+                let mut record = dir.record()?;
+                changes.apply(&mut record.spec)?;
+                record.spec.check()?;
+                dir.write_record(&record)?;
+                self.inspect(name)
+            }
+        }
+    }
+
+    /// All machines, by name. One that is made, started, stopped or removed at the same time is
+    /// shown before or after, and is not disturbed.
+    ///
+    /// # Errors
+    /// [`Error::State`] if the directory of machines cannot be read.
+    pub fn list(&self) -> Result<Vec<MachineInfo>, Error> {
+        let names = dir::names(self.home.machines())?;
+        Ok(names
+            .iter()
+            .filter_map(|name| info::listed(&self.dir(name)))
+            .collect())
+    }
+
+    /// One machine.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`], [`Error::Record`].
+    pub fn inspect(&self, name: &MachineName) -> Result<MachineInfo, Error> {
+        info::info(&self.dir(name))
+    }
+
+    /// Copies what the machine's workload wrote to `out`, the newest 16 MiB of it at most.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`], or what kept it from being read or passed on.
+    pub fn logs(
+        &self,
+        name: &MachineName,
+        options: LogOptions,
+        out: &mut dyn Write,
+    ) -> Result<(), Error> {
+        let dir = self.dir(name);
+        dir.record()?;
+        let runs = || running(&dir).is_ok_and(|running| running.is_some());
+        log::copy(&dir.output(), options, runs, out)
+    }
+
+    /// The directory of a machine.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`].
+    pub fn data_dir(&self, name: &MachineName) -> Result<PathBuf, Error> {
+        let dir = self.dir(name);
+        dir.record()?;
+        Ok(dir.path().to_path_buf())
+    }
+
+    fn dir(&self, name: &MachineName) -> MachineDir {
+        MachineDir::new(self.home.machines(), name)
+    }
+
+    fn store(&self) -> Result<Store, Error> {
+        Ok(Store::open(Path::new(self.home.images()))?)
+    }
+}
+
+/// How the machine in `dir` runs, if it does. One that is being started does not yet.
+fn running(dir: &MachineDir) -> Result<Option<RunningStatus>, Error> {
+    match attached::ask(dir, Request::Status, attached::ANSWER_LIMIT)? {
+        None => Ok(None),
+        Some(Answer { reply, .. }) => match reply {
+            Reply::Running(status) => Ok(Some(status)),
+            Reply::Starting { .. } => Ok(None),
+            Reply::Failed(error) => Err(error.into()),
+            _ => Err(attached::strange()),
+        },
+    }
+}
+
+fn stop_request(grace: Duration, limit: Duration) -> Request {
+    let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    Request::Stop {
+        grace_ms: ms(grace),
+        limit_ms: ms(limit),
+    }
+}
+
+/// Unix seconds; 0 on a host whose clock is before 1970.
+fn now() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs())
+}
+
+/// So many random bytes, in hexadecimal.
+fn random_hex(bytes: usize) -> Result<String, Error> {
+    let mut random = vec![0; bytes];
+    rustix::rand::getrandom(&mut random[..], rustix::rand::GetRandomFlags::empty()).map_err(
+        |error| Error::Io {
+            what: "cannot get random bytes",
+            source: error.into(),
+        },
+    )?;
+    Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
+}

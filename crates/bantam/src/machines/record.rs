@@ -1,0 +1,168 @@
+//! What is written down of a machine.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::name::MachineName;
+use crate::Error;
+use crate::spec::Spec;
+use crate::status::Status;
+
+/// No file of ours is larger; one that is was not written by us.
+const MAX_FILE: u64 = 4 << 20;
+
+/// `machine.json`: what the machine is. Written when it is made and by updates, never by a run.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Record {
+    /// The format; a reader refuses one that it does not know.
+    pub(crate) version: u32,
+    /// Tells this machine from an earlier one of the same name.
+    pub(crate) id: String,
+    pub(crate) name: MachineName,
+    /// Unix seconds.
+    pub(crate) created_at: u64,
+    pub(crate) ephemeral: bool,
+    /// What the image was called when the machine was made.
+    pub(crate) image: String,
+    /// The image in the store, which the machine holds a pin on.
+    pub(crate) image_digest: String,
+    #[serde(flatten)]
+    pub(crate) spec: Spec,
+}
+
+impl Record {
+    pub(crate) const VERSION: u32 = 1;
+
+    /// In whose name the store keeps the image.
+    pub(crate) fn pin_owner(&self) -> String {
+        pin_owner(&self.id)
+    }
+}
+
+pub(crate) fn pin_owner(id: &str) -> String {
+    format!("machine {id}")
+}
+
+/// `run.json`: the last start. Written by the machine's process alone.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct LastRun {
+    /// The process that has, or had, the virtual machine.
+    pub(crate) pid: u32,
+    /// Unix seconds.
+    pub(crate) started_at: u64,
+    /// Unless it still runs, or was killed before it could say.
+    #[serde(default)]
+    pub(crate) end: Option<End>,
+    /// How the workload ended, if it has.
+    #[serde(default)]
+    pub(crate) workload: Option<WorkloadEnd>,
+}
+
+/// The end of a run.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct End {
+    /// Unix seconds.
+    pub(crate) at: u64,
+    pub(crate) kind: EndKind,
+    /// For people.
+    pub(crate) reason: String,
+    /// The last lines of the guest's console, if it failed.
+    #[serde(default)]
+    pub(crate) console: Vec<String>,
+}
+
+/// What sort of end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum EndKind {
+    /// Somebody stopped it.
+    Stopped,
+    /// The guest shut itself down, or its kernel panicked.
+    Shutdown,
+    /// It did not boot, or could not go on.
+    Failed,
+}
+
+/// The end of a workload.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct WorkloadEnd {
+    /// Unix seconds.
+    pub(crate) at: u64,
+    /// As a shell would give it; 125 to 127 if it could not be started.
+    pub(crate) exit_code: u8,
+    /// For people, unless it exited by itself.
+    #[serde(default)]
+    pub(crate) reason: Option<String>,
+}
+
+impl WorkloadEnd {
+    pub(crate) fn new(result: &Result<Status, Error>) -> Self {
+        let (exit_code, reason) = match result {
+            Ok(status) if status.oom => (status.exit_code(), Some("out of memory".to_owned())),
+            Ok(status) => (status.exit_code(), None),
+            Err(error) => (error.exit_code(), Some(error.to_string())),
+        };
+        Self {
+            at: super::now(),
+            exit_code,
+            reason,
+        }
+    }
+}
+
+/// Reads one of our files; `None` if there is none.
+pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
+    let damaged = |reason: String| Error::Record {
+        path: path.to_path_buf(),
+        reason,
+    };
+    let mut bytes = Vec::new();
+    match File::open(path) {
+        Ok(file) => {
+            file.take(MAX_FILE)
+                .read_to_end(&mut bytes)
+                .map_err(|error| damaged(error.to_string()))?;
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(damaged(error.to_string())),
+    }
+    serde_json::from_slice(&bytes)
+        .map(Some)
+        .map_err(|error| damaged(error.to_string()))
+}
+
+/// Replaces one of our files: after a crash it is the old one or the new one, whole.
+pub(crate) fn write(path: &Path, value: &impl Serialize) -> Result<(), Error> {
+    let failed = |source| Error::State {
+        what: "write",
+        path: path.to_path_buf(),
+        source,
+    };
+    let bytes = serde_json::to_vec_pretty(value).map_err(|error| failed(error.into()))?;
+    let temporary = path.with_extension("json.new");
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&temporary)
+        .map_err(failed)?;
+    file.write_all(&bytes)
+        .and_then(|()| file.sync_all())
+        .and_then(|()| fs::rename(&temporary, path))
+        .map_err(failed)?;
+    sync_parent(path).map_err(failed)
+}
+
+/// Makes a name in a directory, or its absence, last.
+pub(crate) fn sync_parent(path: &Path) -> io::Result<()> {
+    match path.parent() {
+        Some(parent) => File::open(parent)?.sync_all(),
+        None => Ok(()),
+    }
+}

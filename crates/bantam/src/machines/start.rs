@@ -1,0 +1,134 @@
+//! Starting the process of a machine.
+
+use std::env;
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use super::Machines;
+use super::dir::{MachineDir, MachineLock};
+use super::ipc::{self, Reply, RunningStatus, StartRequest};
+use super::vmm::VmmProcess;
+use crate::home::variable;
+use crate::{Error, guest};
+
+/// How much longer than the guest its process may take to say how the boot went.
+const MARGIN: Duration = Duration::from_secs(30);
+
+/// Starts the machine in `dir` in a process of its own, which gets the lock.
+pub(super) fn start(
+    machines: &Machines,
+    dir: &MachineDir,
+    lock: MachineLock,
+    boot_timeout: Duration,
+) -> Result<RunningStatus, Error> {
+    let record = dir.record()?;
+    let guest = guest::find_guest(record.spec.kernel.clone())?;
+    let request = StartRequest {
+        name: record.name,
+        home: machines.home.clone(),
+        kernel: guest.kernel,
+        initramfs: guest.initramfs,
+        boot_timeout_ms: u64::try_from(boot_timeout.as_millis()).unwrap_or(u64::MAX),
+    };
+    let program = match &machines.vmm_program {
+        Some(program) => program.clone(),
+        None => find_program()?,
+    };
+    let (ours, theirs) = UnixStream::pair().map_err(Error::io("cannot make a socket pair"))?;
+    let mut child = spawn(&program, dir, theirs).map_err(|source| Error::State {
+        what: "start",
+        path: program,
+        source,
+    })?;
+    let answer = ours
+        .set_read_timeout(boot_timeout.checked_add(MARGIN))
+        .and_then(|()| ipc::send(&ours, &request, Some(lock.file().as_fd())))
+        .and_then(|()| ipc::receive::<Reply>(&ours));
+    // From here on the process alone has it.
+    drop(lock);
+    match answer {
+        Ok((Reply::Running(status), _)) => {
+            reap(child);
+            Ok(status)
+        }
+        other => {
+            // It hears that nobody waits, and exits if it has not.
+            drop(ours);
+            let _ = child.wait();
+            Err(match other {
+                Ok((Reply::Failed(error), _)) => error.into(),
+                Ok(_) => super::attached::strange(),
+                Err(error) => gone(dir, &error),
+            })
+        }
+    }
+}
+
+/// The process ended without an answer: what it wrote last is all there is.
+fn gone(dir: &MachineDir, error: &io::Error) -> Error {
+    let log = std::fs::read_to_string(dir.vmm_log()).unwrap_or_default();
+    let lines: Vec<_> = log.lines().map(str::to_owned).collect();
+    let reason = match dir.last_run() {
+        Ok(Some(run)) => run.end.map(|end| end.reason),
+        _ => None,
+    };
+    Error::Remote {
+        code: "vm".to_owned(),
+        message: match reason {
+            Some(reason) => format!("cannot start machine '{}': {reason}", dir.name()),
+            None => format!(
+                "cannot start machine '{}': its process ended without a word ({error})",
+                dir.name()
+            ),
+        },
+        hint: None,
+        console: lines.iter().rev().take(10).rev().cloned().collect(),
+    }
+}
+
+fn spawn(program: &Path, dir: &MachineDir, starter: UnixStream) -> io::Result<std::process::Child> {
+    let log = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(dir.vmm_log())?;
+    Command::new(program)
+        .arg(VmmProcess::ARGUMENT)
+        // For people who look at the list of processes.
+        .arg(dir.name().as_str())
+        .current_dir("/")
+        .stdin(Stdio::from(std::os::fd::OwnedFd::from(starter)))
+        .stdout(Stdio::null())
+        .stderr(log)
+        .spawn()
+}
+
+/// A process that outlives its parent is no zombie, and one that does not must not become one.
+fn reap(mut child: std::process::Child) {
+    // Without a thread for it, it is reaped when this process ends.
+    let _ = std::thread::Builder::new()
+        .name("reaper".to_owned())
+        .spawn(move || child.wait());
+}
+
+fn find_program() -> Result<PathBuf, Error> {
+    if let Some(program) = variable("BANTAM_PROGRAM") {
+        return Ok(program);
+    }
+    let mut dirs = Vec::new();
+    if let Ok(program) = env::current_exe() {
+        dirs.extend(program.ancestors().skip(1).take(2).map(Path::to_path_buf));
+    }
+    dirs.extend(env::split_paths(&env::var_os("PATH").unwrap_or_default()));
+    dirs.iter()
+        .map(|dir| dir.join("bantam"))
+        .find(|program| program.is_file())
+        .ok_or(Error::NoVmmProgram)
+}

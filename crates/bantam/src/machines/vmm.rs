@@ -1,0 +1,436 @@
+//! The process that has a named machine.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use bantam_image::Store;
+use bantam_vmm::{ExitCause, Timeline};
+
+use super::dir::{MachineDir, MachineLock};
+use super::ipc::{self, RemoteError, Reply, Request, RunningStatus, StartRequest};
+use super::log::Log;
+use super::record::{End, EndKind, LastRun, Record, WorkloadEnd};
+use crate::host::Host;
+use crate::local::{Boot, Local};
+use crate::machine::Facts;
+use crate::spec::Workload;
+use crate::{Error, Machine};
+
+/// How many requests are worked on at once; more wait in the socket's queue.
+const MAX_REQUESTS: usize = 256;
+
+/// How long a client may take to say what it wants.
+const REQUEST_LIMIT: Duration = Duration::from_secs(5);
+
+/// The process of one named machine, which [`Machines::start`](crate::Machines::start) runs.
+///
+/// A program that is to be a machine's process (see
+/// [`Machines::vmm_program`](crate::Machines::vmm_program)) calls this, and nothing else, when
+/// its first argument is [`VmmProcess::ARGUMENT`].
+#[derive(Debug)]
+pub struct VmmProcess {
+    request: StartRequest,
+    /// To the process that starts the machine, until the machine runs.
+    starter: UnixStream,
+    lock: MachineLock,
+    serving: Arc<Serving>,
+}
+
+/// Stops the machine of this process, for a handler of signals.
+#[derive(Debug, Clone)]
+pub struct Stopper(Arc<Serving>);
+
+impl Stopper {
+    /// Asks the machine to power off; [`VmmProcess::run`] returns when it has ended. If it has
+    /// not booted yet, this process exits.
+    pub fn stop(&self) {
+        // It is killed if it cannot be asked.
+        let _ = self.0.stop(Machine::STOP_GRACE, Machine::STOP_LIMIT);
+    }
+}
+
+/// What the threads of the process share.
+#[derive(Debug)]
+struct Serving {
+    dir: MachineDir,
+    run: Mutex<LastRun>,
+    /// Once it has booted.
+    local: OnceLock<Arc<Local>>,
+    /// Somebody asked for the end.
+    stopping: AtomicBool,
+    requests: AtomicUsize,
+}
+
+impl VmmProcess {
+    /// The first argument of the process.
+    pub const ARGUMENT: &'static str = "vmm-process";
+
+    /// Takes over the machine that the starting process hands over on standard input.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if this process was not started for that.
+    pub fn receive() -> Result<Self, Error> {
+        // Fails only for the leader of a process group, which has no terminal to leave.
+        let _ = rustix::process::setsid();
+        let failed = Error::io("this is run by bantam itself, to start a machine");
+        let received = io::stdin()
+            .as_fd()
+            .try_clone_to_owned()
+            .map(UnixStream::from)
+            .and_then(|starter| {
+                let (request, lock) = ipc::receive::<StartRequest>(&starter)?;
+                let lock = lock.ok_or(io::ErrorKind::InvalidData)?;
+                Ok((request, lock, starter))
+            });
+        let (request, lock, starter) = received.map_err(failed)?;
+        let run = LastRun {
+            pid: std::process::id(),
+            started_at: super::now(),
+            end: None,
+            workload: None,
+        };
+        let serving = Serving {
+            dir: MachineDir::new(request.home.machines(), &request.name),
+            run: Mutex::new(run),
+            local: OnceLock::new(),
+            stopping: AtomicBool::new(false),
+            requests: AtomicUsize::new(0),
+        };
+        Ok(Self {
+            request,
+            starter,
+            lock: MachineLock::new(File::from(lock)),
+            serving: Arc::new(serving),
+        })
+    }
+
+    /// Ends the machine from outside [`VmmProcess::run`].
+    #[must_use]
+    pub fn stopper(&self) -> Stopper {
+        Stopper(Arc::clone(&self.serving))
+    }
+
+    /// Boots the machine, tells the starting process how that went, and serves the machine until
+    /// it ends. If the starting process goes away before the machine runs, this process exits.
+    ///
+    /// # Errors
+    /// What kept the machine from booting, which the starting process was told, too.
+    pub fn run(self) -> Result<(), Error> {
+        let serving = Arc::clone(&self.serving);
+        let record = serving.dir.record()?;
+        let listener = serving.dir.listen()?;
+        serving.dir.write_last_run(&serving.lock_run())?;
+        accept(listener, &serving)?;
+        let started = self.start(&record);
+        if let Err(error) = &started {
+            let reply = Reply::Failed(RemoteError::new(error));
+            // One that went away needs no answer.
+            let _ = ipc::send(&self.starter, &reply, None);
+            serving.failed(error);
+        }
+        drop(self.starter);
+        if let Some(local) = serving.local.get() {
+            let cause = local.wait(None).unwrap_or(ExitCause::Killed);
+            if started.is_ok() {
+                serving.ended(cause, local.console());
+            }
+        }
+        let written = serving.dir.write_last_run(&serving.lock_run());
+        serving.dir.unlisten();
+        if record.ephemeral {
+            remove(&serving.dir, &record, &self.request, self.lock)?;
+        }
+        started.and(written)
+    }
+
+    /// Boots, starts the workload, and tells the starting process. Nothing runs after an error.
+    fn start(&self, record: &Record) -> Result<(), Error> {
+        let ready = self.exit_with_the_starter()?;
+        let (local, machine) = self.boot(record)?;
+        let _ = self.serving.local.set(Arc::clone(&local));
+        let told = run_workload(&machine, record, &self.serving).and_then(|()| {
+            ready.store(true, Ordering::Release);
+            ipc::send(&self.starter, &self.serving.status(), None)
+                .map_err(Error::io("the starting process is gone"))
+        });
+        if told.is_err() {
+            local.kill();
+        }
+        told
+    }
+
+    fn boot(&self, record: &Record) -> Result<(Arc<Local>, Machine), Error> {
+        let store = Store::open(self.request.home.images())?;
+        let image = store
+            .stored(&record.image_digest)?
+            .ok_or_else(|| Error::ImageGone {
+                image: record.image.clone(),
+            })?;
+        let timeline = Timeline::start();
+        let disk = self.serving.dir.disk();
+        let hostname = record.spec.hostname.as_deref();
+        let boot = Boot {
+            spec: &record.spec,
+            guest: self.request.guest(),
+            image: &image,
+            disk: disk.exists().then_some(disk),
+            hostname: hostname.unwrap_or(record.name.as_str()),
+            timeout: Duration::from_millis(self.request.boot_timeout_ms),
+        };
+        let local = Local::boot(boot, &timeline)?;
+        let facts = Facts {
+            name: Some(record.name.clone()),
+            image,
+            engine: local.engine(),
+            kernel_release: local.kernel_release(),
+            defaults: record.spec.defaults.clone(),
+        };
+        let machine = Machine::attached(Arc::clone(&local) as Arc<dyn Host>, facts, timeline);
+        Ok((local, machine))
+    }
+
+    /// A start that was interrupted must leave nothing: until the returned flag is set, this
+    /// process ends with the one that started it. The kernel takes care of everything else.
+    fn exit_with_the_starter(&self) -> Result<Arc<AtomicBool>, Error> {
+        let ready = Arc::new(AtomicBool::new(false));
+        let watched = Arc::clone(&ready);
+        let serving = Arc::clone(&self.serving);
+        let mut starter = self
+            .starter
+            .try_clone()
+            .map_err(Error::io("cannot watch the starting process"))?;
+        thread::Builder::new()
+            .name("starter".to_owned())
+            .spawn(move || {
+                // It sends nothing more: the read ends when it hangs up.
+                let _ = starter.read(&mut [0]);
+                if !watched.load(Ordering::Acquire) {
+                    serving.give_up("the start was interrupted");
+                }
+            })
+            .map(|_| ready)
+            .map_err(Error::io("cannot start a thread"))
+    }
+}
+
+/// Removes an ephemeral machine that has ended.
+fn remove(
+    dir: &MachineDir,
+    record: &Record,
+    request: &StartRequest,
+    lock: MachineLock,
+) -> Result<(), Error> {
+    dir.remove(lock)?;
+    let store = Store::open(request.home.images())?;
+    Ok(store.unpin(&record.pin_owner())?)
+}
+
+/// Answers requests, each on a thread of its own, until the process ends.
+fn accept(listener: UnixListener, serving: &Arc<Serving>) -> Result<(), Error> {
+    let serving = Arc::clone(serving);
+    thread::Builder::new()
+        .name("control".to_owned())
+        .spawn(move || {
+            for stream in listener.incoming() {
+                let Ok(stream) = stream else {
+                    // Out of descriptors or memory: better later than in a tight loop.
+                    thread::sleep(super::dir::PAUSE);
+                    continue;
+                };
+                while serving.requests.load(Ordering::Acquire) >= MAX_REQUESTS {
+                    thread::sleep(super::dir::PAUSE);
+                }
+                serving.requests.fetch_add(1, Ordering::AcqRel);
+                let answering = Arc::clone(&serving);
+                let spawned = thread::Builder::new()
+                    .name("request".to_owned())
+                    .spawn(move || {
+                        // A client that hung up needs no answer.
+                        let _ = answering.answer(&stream);
+                        answering.requests.fetch_sub(1, Ordering::AcqRel);
+                    });
+                if spawned.is_err() {
+                    serving.requests.fetch_sub(1, Ordering::AcqRel);
+                }
+            }
+        })
+        .map(drop)
+        .map_err(Error::io("cannot start the thread for requests"))
+}
+
+impl Serving {
+    fn answer(&self, stream: &UnixStream) -> io::Result<()> {
+        stream.set_read_timeout(Some(REQUEST_LIMIT))?;
+        stream.set_write_timeout(Some(REQUEST_LIMIT))?;
+        let (request, _) = ipc::receive::<Request>(stream)?;
+        let mut given: Option<OwnedFd> = None;
+        let reply = match request {
+            Request::Status => self.status(),
+            Request::Connect => match self.connect_exec() {
+                Ok(exec) => {
+                    given = Some(exec.into());
+                    Reply::Connected
+                }
+                Err(error) => Reply::Failed(RemoteError::new(&error)),
+            },
+            Request::Stop { grace_ms, limit_ms } => {
+                let ms = Duration::from_millis;
+                self.ended_reply(self.stop(ms(grace_ms), ms(limit_ms)))
+            }
+            Request::Kill => {
+                self.stopping.store(true, Ordering::Release);
+                let cause = match self.local.get() {
+                    Some(local) => local.kill(),
+                    None => self.give_up("it was killed while it was being started"),
+                };
+                self.ended_reply(Ok(cause))
+            }
+        };
+        ipc::send(stream, &reply, given.as_ref().map(AsFd::as_fd))?;
+        if matches!(reply, Reply::Ended { .. }) {
+            // The asker waits for the end of the stream, which is that of this process.
+            stream.set_read_timeout(None)?;
+            let _ = (&mut &*stream).read(&mut [0]);
+        }
+        Ok(())
+    }
+
+    fn connect_exec(&self) -> Result<UnixStream, Error> {
+        let local = self.local.get().ok_or_else(|| Error::NotRunning {
+            name: self.dir.name().to_string(),
+            state: "being started".to_owned(),
+        })?;
+        local
+            .connect_exec()
+            .map_err(Error::io("cannot open a stream to the guest"))
+    }
+
+    fn stop(&self, grace: Duration, limit: Duration) -> Result<ExitCause, Error> {
+        self.stopping.store(true, Ordering::Release);
+        match self.local.get() {
+            Some(local) => local.stop(grace, limit),
+            None => self.give_up("it was stopped while it was being started"),
+        }
+    }
+
+    /// Ends a process that has no machine yet.
+    fn give_up(&self, reason: &str) -> ! {
+        let mut run = self.lock_run();
+        run.end = Some(End {
+            at: super::now(),
+            kind: EndKind::Stopped,
+            reason: reason.to_owned(),
+            console: Vec::new(),
+        });
+        // If it cannot be written down, the machine shows as killed, which is as true.
+        let _ = self.dir.write_last_run(&run);
+        self.dir.unlisten();
+        std::process::exit(1);
+    }
+
+    fn ended_reply(&self, cause: Result<ExitCause, Error>) -> Reply {
+        match cause {
+            Ok(cause) => {
+                let (kind, reason) = self.describe(cause);
+                Reply::Ended { kind, reason }
+            }
+            Err(error) => Reply::Failed(RemoteError::new(&error)),
+        }
+    }
+
+    fn describe(&self, cause: ExitCause) -> (EndKind, String) {
+        match cause {
+            ExitCause::Failed(reason) => (EndKind::Failed, reason),
+            _ if self.stopping.load(Ordering::Acquire) => {
+                (EndKind::Stopped, "it was stopped".to_owned())
+            }
+            ExitCause::GuestShutdown | ExitCause::Killed => (
+                EndKind::Shutdown,
+                "the guest shut down or its kernel panicked".to_owned(),
+            ),
+        }
+    }
+
+    fn status(&self) -> Reply {
+        let run = self.lock_run();
+        match self.local.get() {
+            None => Reply::Starting { pid: run.pid },
+            Some(local) => Reply::Running(RunningStatus {
+                pid: run.pid,
+                started_at: run.started_at,
+                engine: local.engine(),
+                kernel_release: local.kernel_release(),
+                workload_exit: run.workload.as_ref().map(|end| end.exit_code),
+            }),
+        }
+    }
+
+    fn workload_ended(&self, end: WorkloadEnd) -> Result<(), Error> {
+        let mut run = self.lock_run();
+        run.workload = Some(end);
+        self.dir.write_last_run(&run)
+    }
+
+    fn ended(&self, cause: ExitCause, console: Vec<String>) {
+        let (kind, reason) = self.describe(cause);
+        self.lock_run().end = Some(End {
+            at: super::now(),
+            kind,
+            reason,
+            console: match kind {
+                EndKind::Stopped => Vec::new(),
+                EndKind::Shutdown | EndKind::Failed => console,
+            },
+        });
+    }
+
+    fn failed(&self, error: &Error) {
+        self.lock_run().end = Some(End {
+            at: super::now(),
+            kind: EndKind::Failed,
+            reason: RemoteError::new(error).message,
+            console: error.console().to_vec(),
+        });
+    }
+
+    fn lock_run(&self) -> MutexGuard<'_, LastRun> {
+        self.run.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Starts what the machine is for, or keeps the machine if it is for nothing in particular.
+fn run_workload(machine: &Machine, record: &Record, serving: &Arc<Serving>) -> Result<(), Error> {
+    let Workload { args, entrypoint } = record.spec.workload.clone().unwrap_or_default();
+    let exec = match machine.workload(&args, entrypoint.as_deref().map(AsRef::as_ref)) {
+        Ok(exec) => exec,
+        // Neither the image nor the user named anything: people will come with commands.
+        Err(_) if record.spec.workload.is_none() => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let log = Log::open(&serving.dir.output())?;
+    let serving = Arc::clone(serving);
+    let ends_machine = record.ephemeral || record.spec.stop_on_exit;
+    thread::Builder::new()
+        .name("workload".to_owned())
+        .spawn(move || {
+            let result = exec
+                .pipe(&mut log.writer(), &mut log.writer())
+                .map(|finished| finished.status);
+            // The machine goes on if that cannot be written down; the log of the process tells.
+            if let Err(error) = serving.workload_ended(WorkloadEnd::new(&result)) {
+                tracing::warn!(%error, "cannot record the end of the workload");
+            }
+            if ends_machine {
+                // It is killed if it cannot be asked.
+                let _ = serving.stop(Machine::STOP_GRACE, Machine::STOP_LIMIT);
+            }
+        })
+        .map(drop)
+        .map_err(Error::io("cannot start the thread for the workload"))
+}
