@@ -19,15 +19,13 @@ use nix::sys::utsname::uname;
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::{chdir, chroot, mkdir};
 
+use crate::disk::{Disk, MOUNT_POINT, mount_disk};
+
 /// The image, read-only.
 const IMAGE: &str = "/dev/vda";
 
-/// The machine's own disk, if it has one; without it what is written stays in memory.
-const DISK: &str = "/dev/vdb";
-
 /// Where things are mounted in the initramfs, which no one sees after the boot.
 const LOWER: &str = "/lower";
-const DISK_ROOT: &str = "/disk";
 const ROOT: &str = "/root";
 
 /// * `redirect_dir=on`: a directory of the image can be renamed (else EXDEV, which
@@ -52,6 +50,12 @@ impl StepFailed {
         let step = step.into();
         |error| Self { step, error }
     }
+
+    /// Says what the error means there.
+    pub(crate) fn explained(mut self, why: &str) -> Self {
+        self.step = format!("{why}: {}", self.step);
+        self
+    }
 }
 
 /// What the boot leaves to the rest of the agent.
@@ -60,8 +64,8 @@ pub(crate) struct Booted {
     pub(crate) control: OwnedFd,
     /// The listening exec port.
     pub(crate) listener: OwnedFd,
-    /// The root of the machine's own disk, to remount it at the end.
-    pub(crate) disk: Option<OwnedFd>,
+    /// The machine's own disk, if it has one.
+    pub(crate) disk: Option<Disk>,
 }
 
 /// Boots up to `Hello`.
@@ -102,7 +106,7 @@ pub(crate) fn mount_at(
     )))
 }
 
-fn mount_root() -> Result<Option<OwnedFd>, StepFailed> {
+fn mount_root() -> Result<Option<Disk>, StepFailed> {
     mount_at(
         "devtmpfs",
         "/dev",
@@ -129,16 +133,11 @@ fn mount_root() -> Result<Option<OwnedFd>, StepFailed> {
 }
 
 /// Mounts what the overlay writes to: the disk if there is one, else memory.
-fn mount_upper() -> Result<Option<OwnedFd>, StepFailed> {
-    let has_disk = nix::unistd::access(DISK, nix::unistd::AccessFlags::F_OK).is_ok();
-    let disk = if has_disk {
-        mount_at(DISK, DISK_ROOT, "ext4", MsFlags::empty(), "")?;
-        let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        Some(open(DISK_ROOT, flags, Mode::empty()).map_err(StepFailed::at("open the disk"))?)
-    } else {
-        mount_at("tmpfs", DISK_ROOT, "tmpfs", MsFlags::empty(), "mode=755")?;
-        None
-    };
+fn mount_upper() -> Result<Option<Disk>, StepFailed> {
+    let disk = mount_disk()?;
+    if disk.is_none() {
+        mount_at("tmpfs", MOUNT_POINT, "tmpfs", MsFlags::empty(), "mode=755")?;
+    }
     for path in ["/disk/upper", "/disk/work"] {
         match mkdir(path, Mode::from_bits_truncate(0o755)) {
             Ok(()) | Err(Errno::EEXIST) => {}
@@ -170,7 +169,7 @@ fn occupy_standard_descriptors() -> nix::Result<()> {
 }
 
 /// Opens the exec port, then says hello.
-fn greet(init_ns: u64, disk: Option<OwnedFd>) -> Result<Booted, StepFailed> {
+fn greet(init_ns: u64, disk: Option<Disk>) -> Result<Booted, StepFailed> {
     let rootfs_ns = monotonic_ns();
     let listener = listen_exec().map_err(StepFailed::at("listen on the exec port"))?;
     let control = connect_control().map_err(StepFailed::at("connect to the host"))?;

@@ -18,6 +18,7 @@ mod cgroup;
 mod command;
 mod connection;
 mod control;
+mod disk;
 mod files;
 mod lookup;
 mod server;
@@ -27,17 +28,17 @@ mod sys;
 mod users;
 
 use std::convert::Infallible;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use bantam_protocol::GuestControl;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use nix::mount::{MsFlags, mount};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getpid, sync};
 
 use boot::{Booted, StepFailed, boot};
 use control::Control;
+use disk::Disk;
 use server::{End, Listener, Server};
 
 /// How long killed processes may take to go, and the host to take their last output: a
@@ -90,7 +91,7 @@ fn be_init() -> Result<(), StepFailed> {
 }
 
 /// Ends every process, writes everything back, and tells the host so.
-fn shut_down(server: &mut Server, grace: Duration, disk: Option<&OwnedFd>) {
+fn shut_down(server: &mut Server, grace: Duration, disk: Option<&Disk>) {
     let everyone = Pid::from_raw(-1);
     // These fail only when there is no one.
     if !grace.is_zero() {
@@ -101,16 +102,8 @@ fn shut_down(server: &mut Server, grace: Duration, disk: Option<&OwnedFd>) {
     let _ = kill(everyone, Signal::SIGKILL);
     let _ = server.run_down(Instant::now() + KILL_WAIT);
     sync();
-    if let Some(disk) = disk {
-        // The overlay first: it holds the disk for writing.
-        let disk = format!("/proc/self/fd/{}", disk.as_raw_fd());
-        for path in ["/", disk.as_str()] {
-            let flags = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-            let none = None::<&str>;
-            if let Err(error) = mount(none, path, none, flags, none) {
-                log(&format!("remount {path} read-only: {}", error.desc()));
-            }
-        }
+    if let Some(Err(failed)) = disk.map(Disk::leave) {
+        log(&failed.to_string());
     }
     if let Some(control) = server.control() {
         control.say_last(&GuestControl::ShuttingDown);

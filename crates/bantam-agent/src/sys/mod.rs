@@ -1,5 +1,6 @@
 //! System calls that have no safe wrapper, and what differs between processors.
 
+pub(crate) mod disk;
 mod entry;
 pub(crate) mod net;
 pub(crate) mod power;
