@@ -135,6 +135,14 @@ impl VirtioDevice for BlockDevice {
     }
 }
 
+impl Drop for Disk {
+    /// A child process that is just being started has a copy of the descriptor until it executes
+    /// its program; with it, closing ours would not end a lock of the caller's on the file.
+    fn drop(&mut self) {
+        let _ = self.file.unlock();
+    }
+}
+
 impl Disk {
     /// The configuration space (§5.2.4).
     fn config(&self) -> Vec<u8> {

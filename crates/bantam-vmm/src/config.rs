@@ -1,6 +1,7 @@
 //! What a machine is made of.
 
-use std::fs::File;
+use std::fs::{File, TryLockError};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use bantam_arch::x86_64::Kernel;
@@ -74,16 +75,30 @@ pub struct Disk {
 }
 
 impl Disk {
+    /// Opens the file. Whoever may write to it has it alone: two guests that write to one file
+    /// system destroy it.
     pub(crate) fn open(&self) -> Result<File, VmmError> {
-        File::options()
+        self.open_locked().map_err(|source| VmmError::File {
+            what: "disk",
+            path: self.path.clone(),
+            source,
+        })
+    }
+
+    fn open_locked(&self) -> io::Result<File> {
+        let file = File::options()
             .read(true)
             .write(!self.read_only)
-            .open(&self.path)
-            .map_err(|source| VmmError::File {
-                what: "disk",
-                path: self.path.clone(),
-                source,
-            })
+            .open(&self.path)?;
+        if !self.read_only {
+            file.try_lock().map_err(|error| match error {
+                TryLockError::WouldBlock => {
+                    io::Error::new(io::ErrorKind::ResourceBusy, "another machine uses it")
+                }
+                TryLockError::Error(error) => error,
+            })?;
+        }
+        Ok(file)
     }
 }
 
@@ -185,6 +200,23 @@ mod tests {
     fn a_missing_kernel_is_named_in_the_error() {
         let error = config(1).check().unwrap_err().to_string();
         assert!(error.contains("/nonexistent/vmlinux"), "{error}");
+    }
+
+    #[test]
+    fn a_disk_is_written_to_by_one_machine_at_a_time() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let disk = |read_only| Disk {
+            path: file.path().to_path_buf(),
+            read_only,
+        };
+        let first = disk(false).open().unwrap();
+        let error = disk(false).open().unwrap_err();
+        assert!(error.to_string().contains(file.path().to_str().unwrap()));
+        let reason = std::error::Error::source(&error).unwrap().to_string();
+        assert!(reason.contains("another machine"), "{reason}");
+        drop(first);
+        disk(false).open().unwrap();
+        let (_one, _two) = (disk(true).open().unwrap(), disk(true).open().unwrap());
     }
 
     #[test]
