@@ -52,6 +52,8 @@ impl Set {
                 "docker-registry",
                 "erofs-utils",
                 "g++",
+                "golang-1.19-src",
+                "iproute2",
                 "libarchive-tools",
                 "libpython3.11-testsuite",
                 "openssl",

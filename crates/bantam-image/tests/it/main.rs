@@ -24,3 +24,4 @@ mod same_process;
 mod sources;
 mod store;
 mod store_manage;
+mod vectors;

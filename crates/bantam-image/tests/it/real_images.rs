@@ -16,7 +16,7 @@ use bantam_image::{Digest, ImageSource, NoProgress, ResolveOptions, Store};
 use tempfile::TempDir;
 
 use crate::common::erofs::{read_erofs, show};
-use crate::common::{Tar, have, run, skipped};
+use crate::common::{Layout, Tar, have, run, skipped};
 
 /// What mmdebstrap makes, once; kept outside the repository.
 struct Debian {
@@ -352,6 +352,40 @@ struct Mounted(String);
 impl Drop for Mounted {
     fn drop(&mut self) {
         let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_layer_is_what_bsdtar_unpacks() {
+    if !rustix::process::geteuid().is_root() {
+        return skipped("bsdtar keeps owners and makes devices only for root");
+    }
+    if !have("bsdtar") {
+        return skipped("bsdtar is not installed (libarchive-tools)");
+    }
+    for debian in [MINBASE, PYTHON, BUSYBOX, PING, GIT, CERTIFICATES] {
+        let Some(tar) = debian.archive() else { return };
+        let mut layout = Layout::new();
+        layout.image(&[fs::read(&tar).unwrap()]);
+        let (image, _store) = layout.resolve(&ResolveOptions::default()).unwrap();
+
+        let dir = tempfile::tempdir().unwrap();
+        let to = dir.path().to_str().unwrap();
+        // Its own environment, as names that are not ASCII are lost without.
+        let out = Command::new("bsdtar")
+            .env("LC_ALL", "C.UTF-8")
+            .args(["--numeric-owner", "-xpf", tar.to_str().unwrap(), "-C", to])
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success(), "{}: {said}", debian.name);
+        let mut want = walk(to);
+        assert!(want.len() > 50, "{}: only {}", debian.name, want.len());
+        want.values_mut().for_each(|seen| seen.content.clear());
+        let mut got = read(&image.rootfs);
+        // The directory that it unpacks into is not bsdtar's to change the time of.
+        got.get_mut("").unwrap().mtime = want[""].mtime;
+        compare(debian.name, &got, &want);
     }
 }
 
