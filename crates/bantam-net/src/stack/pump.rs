@@ -1,0 +1,403 @@
+//! One connection's bytes, from smoltcp's buffers to the host's socket and back.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Shutdown};
+
+use mio::Registry;
+use mio::net::TcpStream;
+use smoltcp::phy::ChecksumCapabilities;
+use smoltcp::socket::tcp::{Socket, State};
+use smoltcp::wire::{IpProtocol, IpRepr, Ipv4Packet, Ipv6Packet, TcpControl, TcpPacket, TcpRepr};
+
+use super::output::Output;
+use crate::dns::MAX_QUERY;
+
+/// Bytes moved one way before other connections get their turn.
+const TURN: usize = 1 << 20;
+/// Answers waiting for one connection to the name service, in bytes.
+const MAX_ANSWERS: usize = 256 << 10;
+/// Queries of one such connection that are under way.
+const MAX_QUERIES: usize = 16;
+
+/// The other end of a connection.
+pub(super) struct Host {
+    end: End,
+    /// The socket may have bytes for us.
+    readable: bool,
+    /// The socket may take bytes.
+    writable: bool,
+    /// All of the guest's bytes went out and its end was passed on.
+    guest_ended: bool,
+    /// The socket's end came and was passed on.
+    host_ended: bool,
+    /// The guest sent FIN.
+    guest_fin: bool,
+}
+
+enum End {
+    Stream(TcpStream),
+    Names(Names),
+    Dead,
+}
+
+/// A connection to the name service (RFC 7766): messages after their lengths.
+#[derive(Default)]
+struct Names {
+    input: Vec<u8>,
+    output: VecDeque<u8>,
+    asked: usize,
+}
+
+/// What [`move_bytes`] did.
+pub(super) struct Moved {
+    /// Bytes moved.
+    pub(super) active: bool,
+    /// It stopped although it could go on.
+    pub(super) more: bool,
+}
+
+impl Host {
+    fn new(end: End, ready: bool) -> Host {
+        Host {
+            end,
+            readable: ready,
+            writable: ready,
+            guest_ended: false,
+            host_ended: false,
+            guest_fin: false,
+        }
+    }
+
+    /// A socket that is being connected.
+    pub(super) fn stream(stream: TcpStream) -> Host {
+        Host::new(End::Stream(stream), false)
+    }
+
+    /// A socket that is connected.
+    pub(super) fn accepted(stream: TcpStream) -> Host {
+        set_no_delay(&stream);
+        Host::new(End::Stream(stream), true)
+    }
+
+    /// Our own name service.
+    pub(super) fn names() -> Host {
+        Host::new(End::Names(Names::default()), true)
+    }
+
+    pub(super) fn event(&mut self, readable: bool, writable: bool) {
+        self.readable |= readable;
+        self.writable |= writable;
+    }
+
+    /// Whether the socket's connect has succeeded.
+    pub(super) fn connected(&mut self) -> io::Result<bool> {
+        let End::Stream(stream) = &self.end else {
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        };
+        if let Some(error) = stream.take_error()? {
+            return Err(error);
+        }
+        match stream.peer_addr() {
+            Ok(_) => {
+                set_no_delay(stream);
+                Ok(true)
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The socket is of no use any more.
+    pub(super) fn kill(&mut self) {
+        if let End::Stream(stream) = std::mem::replace(&mut self.end, End::Dead) {
+            reset_on_close(&stream);
+        }
+    }
+
+    /// Both ends came to their end in order.
+    pub(super) fn is_orderly(&self) -> bool {
+        self.guest_ended && self.host_ended
+    }
+
+    /// Closes the socket, with a reset if the other end is to see one.
+    pub(super) fn close(&mut self, registry: &Registry, reset: bool) {
+        if let End::Stream(mut stream) = std::mem::replace(&mut self.end, End::Dead) {
+            if reset {
+                reset_on_close(&stream);
+            }
+            if let Err(error) = registry.deregister(&mut stream) {
+                tracing::debug!(%error, "forgetting a connection's socket");
+            }
+        }
+    }
+
+    /// The next whole query of a connection to the name service.
+    pub(super) fn next_query(&mut self) -> Option<Vec<u8>> {
+        let End::Names(names) = &mut self.end else {
+            return None;
+        };
+        if names.asked >= MAX_QUERIES || names.output.len() > MAX_ANSWERS {
+            return None;
+        }
+        let &[high, low, ..] = &names.input[..] else {
+            return None;
+        };
+        let len = usize::from(u16::from_be_bytes([high, low]));
+        if len > MAX_QUERY {
+            self.end = End::Dead;
+            return None;
+        }
+        let query = names.input.get(2..2 + len)?.to_vec();
+        names.input.drain(..2 + len);
+        names.asked += 1;
+        Some(query)
+    }
+
+    /// An answer to one of the queries; empty when there will be none.
+    pub(super) fn answer(&mut self, bytes: &[u8]) {
+        let End::Names(names) = &mut self.end else {
+            return;
+        };
+        names.asked = names.asked.saturating_sub(1);
+        let Ok(len) = u16::try_from(bytes.len()) else {
+            return;
+        };
+        if len > 0 {
+            names.output.extend(len.to_be_bytes());
+            names.output.extend(bytes);
+        }
+    }
+}
+
+fn set_no_delay(stream: &TcpStream) {
+    if let Err(error) = stream.set_nodelay(true) {
+        tracing::debug!(%error, "setting TCP_NODELAY");
+    }
+}
+
+/// Makes closing the socket send a reset.
+fn reset_on_close(stream: &TcpStream) {
+    let linger = Some(std::time::Duration::ZERO);
+    if let Err(error) = rustix::net::sockopt::set_socket_linger(stream, linger) {
+        tracing::debug!(%error, "setting SO_LINGER");
+    }
+}
+
+/// Moves bytes and ends between the guest's connection and the host's socket.
+pub(super) fn move_bytes(socket: &mut Socket<'_>, host: &mut Host) -> Moved {
+    let mut moved = Moved {
+        active: false,
+        more: false,
+    };
+    let (out, out_more) = from_guest(socket, host);
+    let (back, back_more) = to_guest(socket, host);
+    moved.active |= out || back;
+    moved.more |= out_more || back_more;
+    host.guest_fin |= matches!(
+        socket.state(),
+        State::CloseWait | State::LastAck | State::Closing | State::TimeWait
+    );
+    if host.guest_fin && !host.guest_ended && socket.recv_queue() == 0 {
+        host.guest_ended = true;
+        match &mut host.end {
+            End::Stream(stream) => {
+                if let Err(error) = stream.shutdown(Shutdown::Write) {
+                    tracing::debug!(%error, "passing on the guest's end");
+                }
+            }
+            // Nothing follows but what is already being answered.
+            End::Names(names) if names.asked == 0 && names.output.is_empty() => {
+                socket.close();
+                host.host_ended = true;
+            }
+            End::Names(_) => host.guest_ended = false,
+            End::Dead => {}
+        }
+    }
+    if matches!(host.end, End::Dead) && !host.is_orderly() && socket.is_open() {
+        socket.abort();
+    }
+    moved
+}
+
+/// Gives whether bytes moved and whether there are more that could.
+fn from_guest(socket: &mut Socket<'_>, host: &mut Host) -> (bool, bool) {
+    let mut total = 0;
+    while socket.can_recv() {
+        if total >= TURN {
+            return (true, true);
+        }
+        let (moved, dead) = match &mut host.end {
+            End::Stream(stream) if host.writable => {
+                let result = socket.recv(|bytes| match stream.write(bytes) {
+                    Ok(n) => (n, Ok(n)),
+                    Err(error) => (0, Err(error)),
+                });
+                match result {
+                    Ok(Ok(n)) => (n, false),
+                    Ok(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => {
+                        host.writable = false;
+                        (0, false)
+                    }
+                    Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => continue,
+                    Ok(Err(_)) => (0, true),
+                    Err(_) => (0, false),
+                }
+            }
+            End::Names(names) => {
+                let room = (2 * (2 + MAX_QUERY)).saturating_sub(names.input.len());
+                let taken = socket.recv(|bytes| {
+                    let n = bytes.len().min(room);
+                    names.input.extend(&bytes[..n]);
+                    (n, n)
+                });
+                (taken.unwrap_or(0), false)
+            }
+            _ => (0, false),
+        };
+        if dead {
+            host.kill();
+        }
+        if moved == 0 {
+            break;
+        }
+        total += moved;
+    }
+    // A connection to the name service has its queries read after this.
+    let names =
+        matches!(&host.end, End::Names(names) if names.asked < MAX_QUERIES && is_whole(names));
+    (total > 0, names)
+}
+
+/// Whether a whole query is there.
+fn is_whole(names: &Names) -> bool {
+    match names.input[..] {
+        [high, low, ref rest @ ..] => {
+            let len = usize::from(u16::from_be_bytes([high, low]));
+            rest.len() >= len || len > MAX_QUERY
+        }
+        _ => false,
+    }
+}
+
+/// Gives whether bytes moved and whether there are more that could.
+fn to_guest(socket: &mut Socket<'_>, host: &mut Host) -> (bool, bool) {
+    let mut total = 0;
+    while socket.can_send() {
+        if total >= TURN {
+            return (true, true);
+        }
+        let (moved, dead) = match &mut host.end {
+            End::Stream(stream) if host.readable && !host.host_ended => {
+                let result = socket.send(|room| match stream.read(room) {
+                    Ok(n) => (n, Ok(n)),
+                    Err(error) => (0, Err(error)),
+                });
+                match result {
+                    Ok(Ok(0)) => {
+                        host.host_ended = true;
+                        socket.close();
+                        (0, false)
+                    }
+                    Ok(Ok(n)) => (n, false),
+                    Ok(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => {
+                        host.readable = false;
+                        (0, false)
+                    }
+                    Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => continue,
+                    Ok(Err(_)) => (0, true),
+                    Err(_) => (0, false),
+                }
+            }
+            End::Names(names) => {
+                let (front, _) = names.output.as_slices();
+                let sent = socket.send_slice(front).unwrap_or(0);
+                names.output.drain(..sent);
+                (sent, false)
+            }
+            _ => (0, false),
+        };
+        if dead {
+            host.kill();
+        }
+        if moved == 0 {
+            break;
+        }
+        total += moved;
+    }
+    (total > 0, false)
+}
+
+/// Whether a connection is done with.
+pub(super) fn is_over(socket: &mut Socket<'_>, host: &mut Host) -> bool {
+    match socket.state() {
+        // Nothing is lost on this link, so nobody will ask again for the last acknowledgement.
+        State::TimeWait => matches!(host.end, End::Dead) || host.guest_ended,
+        State::Closed => {
+            // A reset of ours that is still to be sent.
+            if socket.remote_endpoint().is_some() {
+                return false;
+            }
+            // The guest ended in order and its last bytes wait for the host to take them.
+            let waiting = host.guest_fin && host.host_ended && socket.recv_queue() > 0;
+            !(waiting && matches!(host.end, End::Stream(_)))
+        }
+        _ => false,
+    }
+}
+
+/// The TCP part of an IP packet without extension headers.
+fn tcp_of(packet: &[u8]) -> Option<(IpAddr, IpAddr, TcpPacket<&[u8]>)> {
+    let (from, to, payload) = match packet.first()? >> 4 {
+        4 => {
+            let ip = Ipv4Packet::new_checked(packet).ok()?;
+            (ip.src_addr().into(), ip.dst_addr().into(), ip.payload())
+        }
+        6 => {
+            let ip = Ipv6Packet::new_checked(packet).ok()?;
+            (ip.src_addr().into(), ip.dst_addr().into(), ip.payload())
+        }
+        _ => return None,
+    };
+    Some((from, to, TcpPacket::new_checked(payload).ok()?))
+}
+
+/// Whether a packet resets its connection.
+pub(super) fn is_reset(packet: &[u8]) -> bool {
+    tcp_of(packet).is_some_and(|(_, _, tcp)| tcp.rst())
+}
+
+/// Notes how much data the guest takes in one segment, which its SYN says. When the guest cuts long
+/// segments itself, gives the SYN with the largest size instead, so that smoltcp makes them long.
+pub(super) fn rewrite_mss(packet: &[u8], output: &Output, mss: &mut u16) -> Option<Vec<u8>> {
+    let (from, to, tcp) = tcp_of(packet)?;
+    if !tcp.syn() {
+        return None;
+    }
+    let unchecked = ChecksumCapabilities::ignored();
+    let mut tcp = TcpRepr::parse(&tcp, &from.into(), &to.into(), &unchecked).ok()?;
+    if tcp.control != TcpControl::Syn {
+        return None;
+    }
+    let headers = if from.is_ipv4() { 40 } else { 60 };
+    let largest = u16::try_from(output.mtu.saturating_sub(headers)).unwrap_or(u16::MAX);
+    // A segment of no data would never get anywhere; RFC 9293 §3.7.1 has 536 as the least.
+    *mss = tcp.max_seg_size.unwrap_or(536).clamp(64, largest);
+    if !output.offloads.segmentation {
+        return None;
+    }
+    tcp.max_seg_size = Some(u16::MAX);
+    let ip = IpRepr::new(
+        from.into(),
+        to.into(),
+        IpProtocol::Tcp,
+        tcp.buffer_len(),
+        64,
+    );
+    let mut bytes = vec![0; ip.buffer_len()];
+    ip.emit(&mut bytes[..], &ChecksumCapabilities::default());
+    let mut segment = TcpPacket::new_unchecked(&mut bytes[ip.header_len()..]);
+    tcp.emit(&mut segment, &from.into(), &to.into(), &unchecked);
+    Some(bytes)
+}
