@@ -79,6 +79,9 @@ impl Bench {
     }
 }
 
+/// Does something to a disk's file that its machine would not.
+type Damage = fn(&File);
+
 /// Runs a script and returns what it printed; it must succeed.
 fn sh(machine: &Machine, script: &str) -> String {
     let out = machine.exec(["bash", "-c", script]).output().unwrap();
@@ -280,14 +283,14 @@ fn a_disk_that_is_damaged_or_none_is_named_in_the_error() {
     let mut start = vec![0; 16 << 20];
     let file = File::open(bench.disk()).unwrap();
     file.read_exact_at(&mut start, 0).unwrap();
-    let damage: [(&str, &dyn Fn(&File)); 3] = [
-        ("no superblock", &|file| {
+    let damage: [(&str, Damage); 3] = [
+        ("no superblock", |file| {
             file.write_all_at(&[0; 4096], 0).unwrap()
         }),
-        ("other descriptors", &|file| {
+        ("other descriptors", |file| {
             file.write_all_at(&[0xa5; 4096], 4096).unwrap();
         }),
-        ("shorter than its file system", &|file| {
+        ("shorter than its file system", |file| {
             file.set_len(600 << 20).unwrap();
         }),
     ];
