@@ -9,9 +9,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{
-    AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, UTIME_OMIT, Uid, chownat, fchmod,
-    fchown, fstat, futimens, linkat, mkdirat, openat, renameat, statat, symlinkat, unlinkat,
-    utimensat,
+    AtFlags, FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, UTIME_OMIT, Uid, chownat,
+    fchmod, fchown, fstat, futimens, linkat, mkdirat, openat, renameat, statat, symlinkat,
+    unlinkat, utimensat,
 };
 use rustix::io::Errno;
 
@@ -21,7 +21,8 @@ use crate::names::{check_text, components};
 use crate::reader::Reader;
 use crate::{Error, Summary, sys};
 
-/// Files that hard links may lead to; those after so many are not remembered.
+/// Files and directories that are known to be of the archive; those after so many are not: no
+/// hard link may lead to them, and a directory that the archive comes back to is as any other.
 const MAX_REMEMBERED: usize = 1 << 20;
 
 /// Names tried for a file that takes another's place.
@@ -97,7 +98,7 @@ struct Unpacker<'a> {
     /// Directories that were made, with their depth: they get their modes and times when
     /// nothing more comes into them.
     unfinished: Vec<(usize, Attributes)>,
-    /// Device and inode number of each file that was made.
+    /// Device and inode number of each file and directory that was made.
     made: HashSet<(u64, u64)>,
     summary: Summary,
     buffer: Vec<u8>,
@@ -191,20 +192,56 @@ impl Unpacker<'_> {
             self.finish_current(path)?;
         }
         for (at, name) in path.iter().enumerate().skip(common) {
-            let here = path.get(..=at).unwrap_or(path);
-            let result = match self.dirs.enter(name) {
-                Err(Errno::NOENT) => self
-                    .dirs
-                    .current()
-                    .and_then(|parent| {
-                        mkdirat(parent, OsStr::from_bytes(name), Mode::from(IMPLIED))
-                    })
-                    .and_then(|()| self.dirs.enter(name)),
-                result => result,
-            };
-            result.map_err(self.failed(here))?;
+            self.enter_or_make(name)
+                .map_err(self.failed(path.get(..=at).unwrap_or(path)))?;
         }
         Ok(())
+    }
+
+    fn enter_or_make(&mut self, name: &[u8]) -> Result<(), Errno> {
+        match self.dirs.enter(name) {
+            Ok(()) => {
+                // One that was finished is so again when we leave it.
+                let dir = self.dirs.current()?;
+                let stat = fstat(dir)?;
+                if self.made.contains(&(stat.st_dev, stat.st_ino)) {
+                    let mode = Mode::from_raw_mode(stat.st_mode & 0o7777);
+                    if !mode.contains(Mode::RWXU) {
+                        fchmod(dir, mode | Mode::RWXU)?;
+                    }
+                    let attributes = Attributes {
+                        mode,
+                        owner: None,
+                        mtime: (
+                            stat.st_mtime,
+                            u32::try_from(stat.st_mtime_nsec).unwrap_or_default(),
+                        ),
+                    };
+                    self.unfinished.push((self.dirs.depth(), attributes));
+                }
+                Ok(())
+            }
+            Err(Errno::NOENT) => {
+                let parent = self.dirs.current()?;
+                mkdirat(parent, OsStr::from_bytes(name), Mode::from(IMPLIED))?;
+                self.dirs.enter(name)?;
+                self.remember_current()
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Notes that the current directory was made here.
+    fn remember_current(&mut self) -> Result<(), Errno> {
+        let stat = fstat(self.dirs.current()?)?;
+        self.remember(&stat);
+        Ok(())
+    }
+
+    fn remember(&mut self, stat: &Stat) {
+        if self.made.len() < MAX_REMEMBERED {
+            self.made.insert((stat.st_dev, stat.st_ino));
+        }
     }
 
     /// Leaves the current directory, for good if the archive goes by depth.
@@ -230,10 +267,22 @@ impl Unpacker<'_> {
             Ok(()) | Err(Errno::EXIST) => {}
             Err(error) => return Err(self.failed(name)(error)),
         }
-        self.dirs.enter(last).map_err(self.failed(name))?;
         if made.is_ok() {
+            let entered = self.dirs.enter(last);
+            entered
+                .and_then(|()| self.remember_current())
+                .map_err(self.failed(name))?;
             let attributes = self.attributes(entry);
             self.unfinished.push((self.dirs.depth(), attributes));
+            return Ok(());
+        }
+        self.enter_or_make(last).map_err(self.failed(name))?;
+        // One that the archive implied before, or named twice.
+        let attributes = self.attributes(entry);
+        if let Some((depth, last)) = self.unfinished.last_mut()
+            && *depth == self.dirs.depth()
+        {
+            *last = attributes;
         }
         Ok(())
     }
@@ -262,9 +311,7 @@ impl Unpacker<'_> {
         match result {
             Ok(stat) => {
                 self.summary.bytes += entry.size;
-                if self.made.len() < MAX_REMEMBERED {
-                    self.made.insert((stat.st_dev, stat.st_ino));
-                }
+                self.remember(&stat);
                 Ok(())
             }
             Err(error) => {
