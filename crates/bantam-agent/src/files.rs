@@ -24,7 +24,7 @@ const MAX_TEMPORARIES: u32 = 1000;
 const MODE_BITS: u32 = 0o7777;
 
 /// Why a transfer ended early.
-enum Stop {
+pub(crate) enum Stop {
     /// The host is told.
     Failed(FileFailure),
     /// The host is gone, or broke the protocol: there is no one to tell.
@@ -49,9 +49,10 @@ pub(crate) fn receive_file(request: &WriteFile, stream: &mut (impl Read + Write)
     conclude(result, stream);
 }
 
-fn conclude(result: Result<(), Stop>, stream: &mut impl Write) {
+/// Tells the host how a transfer ended.
+pub(crate) fn conclude(result: Result<GuestExec<'_>, Stop>, stream: &mut impl Write) {
     let last = match result {
-        Ok(()) => GuestExec::FileDone.encode(),
+        Ok(done) => done.encode(),
         Err(Stop::Failed(failure)) => GuestExec::FileFailed(failure).encode(),
         Err(Stop::Gone) => return,
     };
@@ -61,7 +62,7 @@ fn conclude(result: Result<(), Stop>, stream: &mut impl Write) {
     }
 }
 
-fn try_send(request: &ReadFile, stream: &mut impl Write) -> Result<(), Stop> {
+fn try_send(request: &ReadFile, stream: &mut impl Write) -> Result<GuestExec<'static>, Stop> {
     let path = absolute(&request.path)?;
     let failed = |error: io::Error| failure(path, &error);
     // Non-blocking, so that a FIFO without a writer is refused and not waited for.
@@ -81,7 +82,7 @@ fn try_send(request: &ReadFile, stream: &mut impl Write) -> Result<(), Stop> {
     let mut buffer = vec![0; MAX_DATA_LEN];
     loop {
         match file.read(&mut buffer) {
-            Ok(0) => return Ok(()),
+            Ok(0) => return Ok(GuestExec::FileDone),
             Ok(count) => {
                 let bytes = buffer.get(..count).unwrap_or_default();
                 write_frame(stream, Kind::Stdout, bytes)?;
@@ -92,7 +93,7 @@ fn try_send(request: &ReadFile, stream: &mut impl Write) -> Result<(), Stop> {
     }
 }
 
-fn try_receive(request: &WriteFile, stream: &mut impl Read) -> Result<(), Stop> {
+fn try_receive(request: &WriteFile, stream: &mut impl Read) -> Result<GuestExec<'static>, Stop> {
     let asked = absolute(&request.path)?;
     let failed = |error: io::Error| failure(asked, &error);
     let path = follow_links(asked)?;
@@ -132,7 +133,8 @@ fn try_receive(request: &WriteFile, stream: &mut impl Read) -> Result<(), Stop> 
     let mode = request.mode.unwrap_or(kept) & MODE_BITS;
     file.set_permissions(Permissions::from_mode(mode))
         .map_err(failed)?;
-    temporary.rename_to(&path).map_err(failed)
+    temporary.rename_to(&path).map_err(failed)?;
+    Ok(GuestExec::FileDone)
 }
 
 /// A file beside the one to replace, removed unless it takes that one's place.
@@ -180,7 +182,7 @@ impl Drop for Temporary {
 
 /// Follows the symbolic links at the end of `path`, to the file that an `open` for
 /// writing would create or replace, which need not exist.
-fn follow_links(path: &Path) -> Result<PathBuf, Stop> {
+pub(crate) fn follow_links(path: &Path) -> Result<PathBuf, Stop> {
     let mut path = path.to_path_buf();
     for _ in 0..MAX_LINKS {
         match std::fs::read_link(&path) {
@@ -194,7 +196,8 @@ fn follow_links(path: &Path) -> Result<PathBuf, Stop> {
     Err(failure(&path, &io::Error::from_raw_os_error(libc::ELOOP)))
 }
 
-fn absolute(path: &[u8]) -> Result<&Path, Stop> {
+/// The path, if it is absolute.
+pub(crate) fn absolute(path: &[u8]) -> Result<&Path, Stop> {
     let path = Path::new(OsStr::from_bytes(path));
     if path.is_absolute() {
         return Ok(path);
@@ -218,7 +221,8 @@ fn must_be_regular(path: &Path, metadata: &Metadata) -> Result<(), Stop> {
     }))
 }
 
-fn failure(path: &Path, error: &io::Error) -> Stop {
+/// What the host is told of `error` at `path`.
+pub(crate) fn failure(path: &Path, error: &io::Error) -> Stop {
     let kind = match error.kind() {
         ErrorKind::NotFound => FileFailureKind::NotFound,
         ErrorKind::IsADirectory => FileFailureKind::IsADirectory,

@@ -24,7 +24,9 @@ mod lookup;
 mod server;
 mod setup;
 mod start;
+mod stats;
 mod sys;
+mod trees;
 mod users;
 
 use std::convert::Infallible;

@@ -1,9 +1,8 @@
 //! The event loop: one thread, edge-triggered epoll, no waiting anywhere else.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::io::{Cursor, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use bantam_protocol::{ExitStatus, Frame, GuestExec, HostExec};
@@ -22,7 +21,9 @@ use crate::connection::{Connection, Received};
 use crate::control::{Control, Order};
 use crate::files::{receive_file, send_file};
 use crate::start::start;
+use crate::stats::send_stats;
 use crate::sys::process::run_in_child;
+use crate::trees::{receive_tree, send_tree};
 
 /// Streams served at once; more wait to be accepted.
 const MAX_SESSIONS: usize = 4096;
@@ -378,6 +379,18 @@ impl Server {
                 self.transfer(connection, rest, |stream| receive_file(&request, stream));
                 return None;
             }
+            Ok(HostExec::ReadTree(request)) => {
+                self.transfer(connection, rest, |stream| send_tree(&request, stream));
+                return None;
+            }
+            Ok(HostExec::WriteTree(request)) => {
+                self.transfer(connection, rest, |stream| receive_tree(&request, stream));
+                return None;
+            }
+            Ok(HostExec::GetStats) => {
+                self.transfer(connection, rest, |stream| send_stats(stream));
+                return None;
+            }
             _ => return None,
         };
         let timeout = request.timeout_ms.map(Duration::from_millis);
@@ -418,11 +431,12 @@ impl Server {
         let _ = self.epoll.delete(&connection);
         let fd = connection.into_fd();
         // The host sees the stream end if there is no process to be had.
-        let _ = run_in_child(|| {
-            if fcntl(&fd, FcntlArg::F_SETFL(OFlag::empty())).is_ok() {
+        let stream = fd.as_fd();
+        let _ = run_in_child(stream, || {
+            if fcntl(stream, FcntlArg::F_SETFL(OFlag::empty())).is_ok() {
                 work(&mut Blocking {
                     rest: Cursor::new(rest),
-                    stream: File::from(fd),
+                    stream,
                 });
             }
         });
@@ -521,13 +535,13 @@ fn watch(epoll: &Epoll, fd: impl AsFd, id: u64, part: u64) -> nix::Result<()> {
 /// A stream of which the beginning was already read.
 struct Blocking<'a> {
     rest: Cursor<&'a [u8]>,
-    stream: File,
+    stream: BorrowedFd<'a>,
 }
 
 impl Read for Blocking<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         match self.rest.read(buffer)? {
-            0 => self.stream.read(buffer),
+            0 => Ok(nix::unistd::read(self.stream, buffer)?),
             count => Ok(count),
         }
     }
@@ -535,7 +549,7 @@ impl Read for Blocking<'_> {
 
 impl Write for Blocking<'_> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.stream.write(bytes)
+        Ok(nix::unistd::write(self.stream, bytes)?)
     }
 
     fn flush(&mut self) -> std::io::Result<()> {

@@ -121,13 +121,25 @@ pub(crate) fn signal_group(leader: Pid, number: u8) {
     }
 }
 
-/// Runs `work` in a child of the agent: for what may block. The child ends with it.
+/// Runs `work` in a child of the agent: for what may block. The child ends with it. It has
+/// no descriptor of the agent's but `kept`: as long as it lived, no command would see the
+/// end of its input otherwise.
 ///
 /// # Errors
 /// As `clone3` says.
-pub(crate) fn run_in_child(work: impl FnOnce()) -> nix::Result<Pid> {
+pub(crate) fn run_in_child(kept: BorrowedFd<'_>, work: impl FnOnce()) -> nix::Result<Pid> {
     match fork(None)? {
         0 => {
+            let kept = kept.as_raw_fd().unsigned_abs();
+            for (first, last) in [(3, kept.saturating_sub(1)), (kept + 1, libc::c_uint::MAX)] {
+                if first <= last {
+                    // SAFETY: takes numbers only. Owners of these descriptors exist in the
+                    // child, but it ends by `_exit` and never drops or uses them.
+                    unsafe {
+                        libc::syscall(libc::SYS_close_range, first, last, 0);
+                    }
+                }
+            }
             work();
             // SAFETY: `_exit` only ends the child.
             unsafe { libc::_exit(0) }
