@@ -16,6 +16,10 @@ pub(crate) enum Failure {
     Usage(String),
     /// Standard output cannot be written.
     Output(std::io::Error),
+    /// What other programs of this kind do and this one does not do yet.
+    NotYet(&'static str),
+    /// It was not confirmed, and nobody could be asked.
+    NotConfirmed(String),
 }
 
 impl From<bantam::Error> for Failure {
@@ -41,11 +45,12 @@ struct Body<'a> {
 impl Failure {
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
+            // A name that cannot be one is a mistake on the command line.
+            Self::Library(bantam::Error::BadName { .. }) | Self::Usage(_) => 2,
             Self::Library(error) => error.exit_code(),
-            Self::Usage(_) => 2,
             // What a program killed by SIGPIPE gives, which is what everyone expects here.
             Self::Output(error) if error.kind() == ErrorKind::BrokenPipe => 141,
-            Self::Output(_) => 125,
+            Self::Output(_) | Self::NotYet(_) | Self::NotConfirmed(_) => 125,
         }
     }
 
@@ -111,6 +116,8 @@ impl Failure {
             }
             Self::Usage(message) => message.clone(),
             Self::Output(error) => format!("cannot write to standard output: {error}"),
+            Self::NotYet(what) => format!("{what} is not supported yet"),
+            Self::NotConfirmed(message) => message.clone(),
         }
     }
 
@@ -119,21 +126,27 @@ impl Failure {
             Self::Library(error) => error.code(),
             Self::Usage(_) => "usage",
             Self::Output(_) => "io",
+            Self::NotYet(_) => "not_yet",
+            Self::NotConfirmed(_) => "not_confirmed",
         }
     }
 
     fn hint(&self) -> Option<String> {
         match self {
             Self::Library(error) => error.hint(),
-            Self::Usage(_) => Some("see `bantam run --help`".to_owned()),
+            Self::Usage(_) => Some("see `bantam --help`".to_owned()),
             Self::Output(_) => None,
+            Self::NotYet(_) => Some("nothing was done; run it without".to_owned()),
+            Self::NotConfirmed(_) => {
+                Some("pass --force to delete it without being asked".to_owned())
+            }
         }
     }
 
     fn console(&self) -> &[String] {
         match self {
             Self::Library(error) => error.console(),
-            Self::Usage(_) | Self::Output(_) => &[],
+            _ => &[],
         }
     }
 }

@@ -3,18 +3,17 @@
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bantam::{
     BlobInfo, ImageDetails, ImageSource, Images, Loaded, Platform, Reference, ResolveOptions,
     StoredImage, Usage,
 };
 use clap::{Args, Subcommand};
-use indicatif::{HumanBytes, HumanDuration};
-use serde::Serialize;
+use indicatif::HumanBytes;
 
 use crate::args::Global;
 use crate::failure::Failure;
+use crate::show::{ago, columns, json, out, printable, say};
 use crate::{Outcome, progress};
 
 /// What may stand for an image of the store.
@@ -263,27 +262,6 @@ fn table(list: &[StoredImage]) -> String {
     columns(&rows)
 }
 
-/// Left-aligned columns, two spaces apart.
-fn columns<const N: usize>(rows: &[[String; N]]) -> String {
-    let mut widths = [0; N];
-    for row in rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = (*width).max(cell.chars().count());
-        }
-    }
-    let mut text = String::new();
-    for row in rows {
-        let mut line = String::new();
-        for (width, cell) in widths.iter().zip(row) {
-            // Writing to a String cannot fail.
-            let _ = write!(line, "{cell:width$}  ");
-        }
-        text.push_str(line.trim_end());
-        text.push('\n');
-    }
-    text
-}
-
 fn total(list: &[StoredImage], usage: &Usage) -> String {
     let plural = if list.len() == 1 { "" } else { "s" };
     let mut text = format!(
@@ -417,50 +395,10 @@ fn words(words: &[String]) -> Vec<String> {
         .collect()
 }
 
-/// Foreign text for a terminal.
-fn printable(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-        .collect()
-}
-
 /// The first digits of a digest, enough for a person.
 fn short(digest: &str) -> &str {
     let hex = digest.split_once(':').map_or(digest, |(_, hex)| hex);
     hex.get(..12).unwrap_or(hex)
-}
-
-fn ago(unix_seconds: u64) -> String {
-    if unix_seconds == 0 {
-        return "unknown".to_owned();
-    }
-    let then = UNIX_EPOCH + Duration::from_secs(unix_seconds);
-    match SystemTime::now().duration_since(then) {
-        Ok(since) => format!("{} ago", HumanDuration(since)),
-        Err(_) => "in the future".to_owned(),
-    }
-}
-
-fn json(value: &impl Serialize) -> Outcome {
-    let text = serde_json::to_string_pretty(value)
-        .map_err(|error| Failure::Output(io::Error::other(error)))?;
-    out(&format!("{text}\n"))?;
-    Ok(0)
-}
-
-fn out(text: &str) -> Result<(), Failure> {
-    let mut stdout = io::stdout().lock();
-    stdout
-        .write_all(text.as_bytes())
-        .and_then(|()| stdout.flush())
-        .map_err(Failure::Output)
-}
-
-/// A courtesy on standard error.
-fn say(global: &Global, text: &str) {
-    if !global.quiet {
-        let _ = writeln!(io::stderr(), "{text}");
-    }
 }
 
 #[cfg(test)]
@@ -476,14 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_line_up_and_end_without_blanks() {
-        let rows = [["a", "bb"], ["cccc", ""]].map(|row| row.map(str::to_owned));
-        assert_eq!(columns(&rows), "a     bb\ncccc\n");
-    }
-
-    #[test]
-    fn foreign_text_cannot_drive_the_terminal() {
-        assert_eq!(printable("a\u{1b}[31mb\n"), "a\u{fffd}[31mb\u{fffd}");
+    fn words_cannot_drive_the_terminal() {
         assert_eq!(words(&["\u{1b}[0m".into()]), [r#"["\u001b[0m"]"#]);
     }
 }

@@ -7,27 +7,30 @@ mod args;
 mod doctor;
 mod failure;
 mod image;
+mod machine;
 mod progress;
-mod run;
+mod show;
 mod terminal;
+mod vmm;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
-use args::{Cli, Command, MachineCommand};
+use args::{Cli, Command};
 use failure::Failure;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let format = cli.error_format();
     let result = match cli.command {
-        Command::Run(args)
-        | Command::Machine {
-            command: MachineCommand::Run(args),
-        } => run::run(&cli.global, args),
+        Command::Machine(command) | Command::MachineGroup { command } => {
+            machine::machine(&cli.global, command)
+        }
         Command::Image { command } => image::image(&cli.global, *command),
         Command::Doctor(args) => doctor::doctor(&cli.global, &args),
+        Command::Completion(args) => completion(args.shell),
+        Command::VmmProcess { .. } => vmm::run(),
     };
     match result {
         Ok(code) => ExitCode::from(code),
@@ -40,3 +43,10 @@ fn main() -> ExitCode {
 
 /// What a subcommand gives: the exit code, or what to report.
 type Outcome = Result<u8, Failure>;
+
+fn completion(shell: clap_complete::Shell) -> Outcome {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "bantam", &mut script);
+    show::out(&String::from_utf8_lossy(&script))?;
+    Ok(0)
+}

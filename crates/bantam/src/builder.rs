@@ -281,7 +281,7 @@ impl MachineBuilder {
         let timeline = Timeline::start();
         self.spec.check()?;
         let guest = guest::find_guest(self.spec.kernel.clone())?;
-        let (image, _) = self.resolve()?;
+        let (image, called) = self.resolve()?;
         timeline.mark(Phase::RootfsReady);
         let boot = Boot {
             spec: &self.spec,
@@ -295,6 +295,7 @@ impl MachineBuilder {
         let facts = Facts {
             name: None,
             image,
+            called,
             engine: local.engine(),
             kernel_release: local.kernel_release(),
             defaults: self.spec.defaults,

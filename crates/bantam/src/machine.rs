@@ -44,6 +44,8 @@ pub(crate) struct Inner {
 pub(crate) struct Facts {
     pub(crate) name: Option<MachineName>,
     pub(crate) image: Image,
+    /// What the image was called.
+    pub(crate) called: String,
     pub(crate) engine: EngineKind,
     pub(crate) kernel_release: String,
     pub(crate) defaults: CommandDefaults,
@@ -263,6 +265,12 @@ impl Machine {
     #[must_use]
     pub fn image(&self) -> &Image {
         &self.0.facts.image
+    }
+
+    /// What the image was called when the machine was made.
+    #[must_use]
+    pub fn image_name(&self) -> &str {
+        &self.0.facts.called
     }
 
     /// The engine that runs it.

@@ -185,6 +185,7 @@ impl Machines {
         let facts = Facts {
             name: Some(record.name),
             image,
+            called: record.image,
             engine: running.engine,
             kernel_release: running.kernel_release,
             defaults: record.spec.defaults,

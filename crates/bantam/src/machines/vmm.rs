@@ -187,6 +187,7 @@ impl VmmProcess {
         let facts = Facts {
             name: Some(record.name.clone()),
             image,
+            called: record.image.clone(),
             engine: local.engine(),
             kernel_release: local.kernel_release(),
             defaults: record.spec.defaults.clone(),
