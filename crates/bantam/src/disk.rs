@@ -92,6 +92,11 @@ fn grow_file(path: &Path, bytes: u64) -> io::Result<()> {
     file.unlock()
 }
 
+/// Refuses a size that no disk can have.
+pub(crate) fn check_size(size_gib: u32) -> Result<(), Error> {
+    checked_size(size_gib).map(drop)
+}
+
 fn checked_size(size_gib: u32) -> Result<u64, Error> {
     if (MIN_GIB..=MAX_GIB).contains(&size_gib) {
         Ok(u64::from(size_gib) << GIB_SHIFT)

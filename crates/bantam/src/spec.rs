@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use bantam_vmm::{EngineChoice, MemorySize, VmConfig};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, MachineBuilder};
+use crate::{Error, MachineBuilder, disk};
 
 /// The description of a machine, without its image: what [`MachineBuilder`] collects and a
 /// machine's record keeps.
@@ -81,7 +81,7 @@ impl Spec {
     pub(crate) fn check(&self) -> Result<(), Error> {
         MemorySize::from_mib(self.memory_mib)?;
         VmConfig::check_cpus(self.cpus)?;
-        Ok(())
+        disk::check_size(self.disk_gib)
     }
 }
 

@@ -40,7 +40,7 @@ use self::record::{Record, pin_owner};
 pub use self::vmm::{Stopper, VmmProcess};
 use crate::machine::Facts;
 use crate::spec::Spec;
-use crate::{Error, Home, Machine, MachineBuilder};
+use crate::{Error, Home, Machine, MachineBuilder, disk, guest};
 
 /// How long the process of a machine that has ended may take to be gone.
 const EXIT_LIMIT: Duration = Duration::from_secs(10);
@@ -119,8 +119,10 @@ impl Machines {
             spec,
         };
         let store = self.store()?;
+        let template = guest::find_disk_template()?;
         let made = self.dir(name).make(|dir| {
             store.pin(image, &record.pin_owner())?;
+            disk::create(&dir.disk(), record.spec.disk_gib, &template)?;
             dir.write_record(&record)
         });
         if made.is_err() {

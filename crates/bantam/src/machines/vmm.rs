@@ -20,7 +20,7 @@ use crate::host::Host;
 use crate::local::{Boot, Local};
 use crate::machine::Facts;
 use crate::spec::Workload;
-use crate::{Error, Machine};
+use crate::{Error, Machine, disk};
 
 /// How many requests are worked on at once; more wait in the socket's queue.
 const MAX_REQUESTS: usize = 256;
@@ -174,12 +174,14 @@ impl VmmProcess {
             })?;
         let timeline = Timeline::start();
         let disk = self.serving.dir.disk();
+        // It may have been made larger since the last start.
+        disk::grow(&disk, record.spec.disk_gib)?;
         let hostname = record.spec.hostname.as_deref();
         let boot = Boot {
             spec: &record.spec,
             guest: self.request.guest(),
             image: &image,
-            disk: disk.exists().then_some(disk),
+            disk: Some(disk),
             hostname: hostname.unwrap_or(record.name.as_str()),
             timeout: Duration::from_millis(self.request.boot_timeout_ms),
         };
