@@ -9,7 +9,7 @@ pub struct Limits {
     pub entries: u64,
     /// Bytes of names, link targets and extended attributes held in memory.
     pub metadata_bytes: u64,
-    /// Decompressed bytes over all layers, and bytes of the finished image.
+    /// Decompressed bytes over all layers, bytes of these as they are stored, and bytes of the finished image.
     pub content_bytes: u64,
 }
 
@@ -42,7 +42,12 @@ pub(crate) const MAX_XATTRS: usize = 240 << 10;
 pub(crate) const MAX_SPARSE_EXTENTS: usize = 1 << 17;
 /// Symlinks followed while resolving one path (Linux follows 40).
 pub(crate) const MAX_SYMLINKS: usize = 40;
+/// Components of the targets of those symlinks, together. As many as one path can have; no image comes near, but one
+/// whose every entry goes through forty long links would take hours.
+pub(crate) const MAX_DETOUR: usize = MAX_PATH / 2;
 /// Indexes inside indexes.
 pub(crate) const MAX_INDEX_DEPTH: usize = 4;
+/// Manifests and indexes looked at until the image is found: an index may list the same one again and again.
+pub(crate) const MAX_MANIFESTS: usize = 1000;
 /// Entries of an image archive (blobs, not files of the image).
 pub(crate) const MAX_ARCHIVE_ENTRIES: usize = 100_000;

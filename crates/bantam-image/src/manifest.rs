@@ -8,7 +8,7 @@ use serde::Deserialize;
 use crate::config::{ConfigFile, or_default};
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::limits::{Limits, MAX_DOCUMENT, MAX_INDEX_DEPTH};
+use crate::limits::{Limits, MAX_DOCUMENT, MAX_INDEX_DEPTH, MAX_MANIFESTS};
 use crate::platform::Platform;
 
 pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
@@ -307,6 +307,7 @@ pub(crate) fn choose(
         limits,
         offered: Vec::new(),
         refused: None,
+        looked_at: 0,
     };
     if let Some(chosen) = chooser.among(entries, 0)? {
         return Ok(chosen);
@@ -331,6 +332,7 @@ struct Chooser<'a> {
     offered: Vec<String>,
     /// Why the last entry that was no image at all was passed over.
     refused: Option<Error>,
+    looked_at: usize,
 }
 
 impl Chooser<'_> {
@@ -372,6 +374,14 @@ impl Chooser<'_> {
     }
 
     fn entry(&mut self, entry: &Descriptor, depth: usize, only: bool) -> Result<Option<Chosen>> {
+        self.looked_at += 1;
+        if self.looked_at > MAX_MANIFESTS {
+            return Err(Error::Limit {
+                what: self.what.to_owned(),
+                limit: MAX_MANIFESTS as u64,
+                unit: "manifests to look at",
+            });
+        }
         let digest = entry.digest()?;
         let what = format!("{}: manifest {digest}", self.what);
         let (manifest_bytes, announced) = self.source.manifest(entry)?;
@@ -396,6 +406,15 @@ impl Chooser<'_> {
                 what,
                 limit: self.limits.layers as u64,
                 unit: "layers",
+            });
+        }
+        // Before any is fetched: what is larger as it is stored is no smaller decompressed.
+        let sizes = manifest.layers.iter().map(|layer| layer.size);
+        if sizes.fold(0, u64::saturating_add) > self.limits.content_bytes {
+            return Err(Error::Limit {
+                what,
+                limit: self.limits.content_bytes,
+                unit: "bytes of layers",
             });
         }
         let config_digest = manifest.config.digest()?;

@@ -50,7 +50,7 @@ pub(super) fn get(
         }
         Err(e) => return Err(format!("credential helper {program} does not start: {e}")),
     };
-    let deadline = Instant::now() + timeout;
+    let begun = Instant::now();
     // The name fits into a pipe. A helper that does not read it will be known by its output.
     if let Some(mut stdin) = child.0.stdin.take() {
         let _ = stdin.write_all(server.as_bytes());
@@ -80,7 +80,7 @@ pub(super) fn get(
         match child.0.try_wait() {
             Ok(Some(status)) => break status,
             // It has closed its output and is about to end.
-            Ok(None) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
+            Ok(None) if begun.elapsed() < timeout => thread::sleep(Duration::from_millis(1)),
             Ok(None) => return Err(too_late()),
             Err(e) => return Err(format!("credential helper {program} is lost: {e}")),
         }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use super::data::Extent;
 use super::xattr::Xattrs;
 use crate::error::{Error, Result};
-use crate::limits::{Limits, MAX_NAME, MAX_SYMLINKS};
+use crate::limits::{Limits, MAX_DETOUR, MAX_NAME, MAX_SYMLINKS};
 
 /// An inode of a [`Tree`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -63,6 +63,9 @@ pub struct Dir {
     pub(super) entries: BTreeMap<Box<[u8]>, Dirent>,
     /// The last layer that put anything in here, directly or further down.
     touched: u32,
+    /// The last layer that hid all lower layers' entries here and further down. It need not look again: a layer may
+    /// say so once for each of its entries.
+    cleared: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -335,6 +338,9 @@ impl Tree {
     pub fn clear_lower(&mut self, dir: InodeId, layer: u32) -> Result<()> {
         let mut pending = vec![dir];
         while let Some(dir) = pending.pop() {
+            if self.dir(dir)?.cleared >= layer {
+                continue;
+            }
             let mut lower: Vec<Box<[u8]>> = Vec::new();
             let mut renewed = Vec::new();
             for (name, entry) in &self.dir(dir)?.entries {
@@ -356,6 +362,7 @@ impl Tree {
             for inode in renewed {
                 self.set_dir_attributes(inode, Attributes::implied_dir(), layer)?;
             }
+            self.dir_mut(dir)?.cleared = layer;
         }
         Ok(())
     }
@@ -465,6 +472,8 @@ struct Walk {
     stack: Vec<InodeId>,
     rest: VecDeque<Box<[u8]>>,
     symlinks: usize,
+    /// Components of their targets.
+    detour: usize,
 }
 
 impl Walk {
@@ -473,6 +482,7 @@ impl Walk {
             stack: vec![ROOT],
             rest: components(path).collect(),
             symlinks: 0,
+            detour: 0,
         }
     }
 
@@ -498,8 +508,10 @@ impl Walk {
     }
 
     fn follow(&mut self, path: &[u8], target: &[u8]) -> Result<()> {
+        let targets: Vec<_> = components(target).collect();
         self.symlinks += 1;
-        if self.symlinks > MAX_SYMLINKS {
+        self.detour += targets.len();
+        if self.symlinks > MAX_SYMLINKS || self.detour > MAX_DETOUR {
             return Err(Error::malformed(
                 format!("path {}", String::from_utf8_lossy(path)),
                 "too many levels of symbolic links",
@@ -508,7 +520,6 @@ impl Walk {
         if target.first() == Some(&b'/') {
             self.stack.truncate(1);
         }
-        let targets: Vec<_> = components(target).collect();
         for component in targets.into_iter().rev() {
             self.rest.push_front(component);
         }

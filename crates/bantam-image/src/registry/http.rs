@@ -22,6 +22,8 @@ use crate::limits::MAX_REPLY;
 use crate::progress::{NoProgress, Progress};
 
 const MAX_REDIRECTS: usize = 10;
+/// Servers whose connections and certificates are kept. A registry may lead to ever new ones.
+const MAX_AGENTS: usize = 16;
 
 /// Why there is no answer, or none that serves.
 #[derive(Debug)]
@@ -254,6 +256,9 @@ impl<'a> Http<'a> {
             true => Agent::with_parts(config, DefaultConnector::default(), PublicOnly::default()),
             false => config.new_agent(),
         };
+        if agents.len() >= MAX_AGENTS {
+            agents.clear();
+        }
         agents.insert(address.clone(), agent.clone());
         Ok(agent)
     }
@@ -382,5 +387,21 @@ fn said(response: Response<Body>, deadline: Instant) -> String {
         String::new()
     } else {
         format!(": {}", said.trim())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ever_new_servers_take_no_ever_more_memory() {
+        let http = Http::new(&Registries::default());
+        for i in 0..10 * MAX_AGENTS {
+            let address = Address::parse(&format!("http://127.0.0.1:{}", 1000 + i)).unwrap();
+            http.agent(&address).unwrap();
+            assert!(http.agents.lock().unwrap().contains_key(&address));
+        }
+        assert!(http.agents.lock().unwrap().len() <= MAX_AGENTS);
     }
 }

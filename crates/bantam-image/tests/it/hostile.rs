@@ -5,7 +5,8 @@ use std::fs;
 use bantam_image::{Error, ImageSource, Limits, NoProgress, ResolveOptions, Store};
 use serde_json::json;
 
-use crate::common::image::{OCI_CONFIG, OCI_LAYER, OCI_MANIFEST};
+use crate::common::image::{OCI_CONFIG, OCI_INDEX, OCI_LAYER, OCI_MANIFEST};
+use crate::common::registry::{Reply, Server};
 use crate::common::{Entry, Layout, Tar, apply, apply_with, digest, gzip};
 
 fn limited(limits: Limits) -> ResolveOptions {
@@ -451,4 +452,83 @@ fn empty_and_malformed_images_are_errors() {
             .contains("image store")
     );
     assert!(!dir.path().join("store/images").exists());
+}
+
+#[test]
+fn hiding_the_same_directory_again_and_again_takes_no_longer() {
+    // Each marker alone is a walk over all of its layer's files.
+    let mut layer = Tar::new();
+    for i in 0..40_000 {
+        layer = layer.file(format!("d/{}/f{i}", i % 7), "");
+    }
+    for i in 0..40_000 {
+        layer = match i % 3 {
+            0 => layer.opaque("d"),
+            1 => layer.whiteout("d"),
+            _ => layer.opaque(&format!("d/{}", i % 7)),
+        };
+    }
+    let lower = Tar::new().file("d/lower", "").file("d/1/lower", "");
+    let start = std::time::Instant::now();
+    let files = apply(&[lower, layer]).unwrap();
+    assert!(start.elapsed().as_secs() < 60, "{:?}", start.elapsed());
+    assert_eq!(files.len(), 1 + 1 + 7 + 40_000);
+}
+
+#[test]
+fn links_through_links_end_somewhere() {
+    // Short enough for each link, and too long together.
+    let up = "../".repeat(1000);
+    let detour = |links: usize| {
+        let mut layer = Tar::new().dir("d");
+        for i in 0..links {
+            let name = format!("l{i}");
+            layer = match i {
+                0 => layer.symlink(name, "d"),
+                _ => layer
+                    .gnu_long(b'K', &format!("{up}l{}", i - 1))
+                    .symlink(name, "x"),
+            };
+        }
+        layer.file(format!("l{}/f", links - 1), "through")
+    };
+    assert_eq!(apply(&[detour(3)]).unwrap()["d/f"].text(), "through");
+    let error = apply(&[detour(5)]).unwrap_err().to_string();
+    assert!(error.contains("too many levels"), "{error}");
+}
+
+#[test]
+fn indexes_that_multiply_are_not_followed_without_end() {
+    let mut layout = Layout::new();
+    // Of a platform that nobody wants, as only its configuration tells.
+    let layer = Tar::new().file("x", "").finish();
+    let mut config = Layout::config(&[digest(&layer)]);
+    config["architecture"] = json!("s390x");
+    let mut inner = layout.manifest(&[(layer.clone(), digest(&layer))], &config);
+    for _ in 0..3 {
+        let index =
+            json!({"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": vec![inner; 100]});
+        inner = layout.json(OCI_INDEX, &index);
+    }
+    layout.add(inner);
+    match layout.files() {
+        Err(Error::Limit { unit, .. }) => assert_eq!(unit, "manifests to look at"),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn layers_that_claim_more_than_an_image_may_hold_are_not_fetched() {
+    let layer = Tar::new().file("x", "").finish();
+    let config = Layout::config(&[digest(&layer), digest(&layer)]).to_string();
+    for sizes in [[1 << 40, 10], [40 << 30, 40 << 30], [u64::MAX, u64::MAX]] {
+        let layers = sizes.map(|size| json!({"digest": digest(&layer), "size": size}));
+        let manifest = json!({"schemaVersion": 2, "mediaType": OCI_MANIFEST, "layers": layers,
+            "config": {"digest": digest(config.as_bytes()), "size": config.len()}})
+        .to_string();
+        let server = Server::start(move |_, _| Reply::ok(OCI_MANIFEST, manifest.as_bytes()));
+        let result = server.pull("lib/app:1");
+        assert!(matches!(result, Err(Error::Limit { .. })), "{result:?}");
+        assert!(server.seen("/blobs/").is_empty());
+    }
 }

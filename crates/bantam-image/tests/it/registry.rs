@@ -10,9 +10,9 @@ use bantam_image::{
 };
 use serde_json::json;
 
-use crate::common::image::{OCI_INDEX, OCI_MANIFEST};
+use crate::common::image::{OCI_CONFIG, OCI_INDEX, OCI_MANIFEST};
 use crate::common::registry::{NOBODY, Reply, Request, Server, quick, served, which};
-use crate::common::{Layout, digest};
+use crate::common::{Layout, Tar, digest};
 
 fn options() -> ResolveOptions {
     ResolveOptions {
@@ -436,4 +436,78 @@ fn a_layer_listed_twice_is_fetched_once() {
     let server = Server::start(move |request, _| image.reply(request));
     assert_eq!(which(&server.pull("lib/app:1").unwrap().0), "pulled");
     assert_eq!(server.seen(&layer).len(), 1);
+}
+
+#[test]
+fn a_digest_in_the_reference_is_asked_for_and_never_the_tag() {
+    let image = served();
+    let manifest = image.manifest.clone();
+    let mut moved = image.clone();
+    // The tag means something else by now.
+    let other = ("text/plain".to_owned(), b"{}".to_vec());
+    moved.objects.insert("manifests/1".to_owned(), other);
+    let server = Server::start(move |request, _| moved.reply(request));
+    for name in [
+        format!("lib/app:1@{manifest}"),
+        format!("lib/app@{manifest}"),
+    ] {
+        let (image, _store) = server.pull(&name).unwrap();
+        assert_eq!(image.digest, manifest);
+    }
+    let asked = server.seen("manifests");
+    assert!(asked.iter().all(|r| r.path.ends_with(&manifest)));
+    assert!(server.seen("").iter().all(|r| r.method == "GET"));
+}
+
+#[test]
+fn sha512_names_everything_as_well() {
+    use sha2::{Digest as _, Sha512};
+    let sha512 = |bytes: &[u8]| {
+        let hex = Sha512::digest(bytes)
+            .iter()
+            .fold(String::new(), |hex, b| format!("{hex}{b:02x}"));
+        format!("sha512:{hex}")
+    };
+    let plain = Tar::new().file("which", "pulled").finish();
+    let config = Layout::config(&[sha512(&plain)]).to_string().into_bytes();
+    // A layer of a kind that may come from elsewhere is asked of the registry first.
+    let manifest = json!({"schemaVersion": 2, "mediaType": OCI_MANIFEST,
+        "config": {"mediaType": OCI_CONFIG, "digest": sha512(&config), "size": config.len()},
+        "layers": [{"mediaType": "application/vnd.oci.image.layer.nondistributable.v1.tar",
+            "urls": ["http://127.0.0.1:1/x"], "digest": sha512(&plain), "size": plain.len()}]})
+    .to_string()
+    .into_bytes();
+    let digest = sha512(&manifest);
+    let objects = [&config, &plain, &manifest].map(|bytes| (sha512(bytes), bytes.clone()));
+    let flipped = Arc::new(Mutex::new(None));
+    let flip = Arc::clone(&flipped);
+    let server = Server::start(move |request, _| {
+        let Some((name, bytes)) = objects
+            .iter()
+            .find(|(name, _)| request.path.ends_with(name))
+        else {
+            return Reply::status(404);
+        };
+        let mut bytes = bytes.clone();
+        if flip.lock().unwrap().as_ref() == Some(name) {
+            *bytes.last_mut().unwrap() ^= 1;
+        }
+        Reply::ok(OCI_MANIFEST, &bytes).header("Docker-Content-Digest", name.clone())
+    });
+    let name = format!("lib/app@{digest}");
+    let (image, store) = server.pull(&name).unwrap();
+    assert_eq!(
+        (which(&image), &image.digest),
+        ("pulled".to_owned(), &digest)
+    );
+    let store = Store::open(store.path()).unwrap();
+    assert_eq!(store.stored(&digest).unwrap(), Some(image));
+    for broken in [sha512(&config), sha512(&plain), digest] {
+        *flipped.lock().unwrap() = Some(broken.clone());
+        let result = server.pull(&name);
+        assert!(
+            matches!(result, Err(Error::DigestMismatch { .. })),
+            "{result:?}"
+        );
+    }
 }
