@@ -28,8 +28,10 @@
 mod builder;
 mod capped;
 mod child;
+mod clock;
 mod command;
 mod control;
+mod copy;
 pub mod disk;
 mod error;
 mod files;
@@ -43,22 +45,25 @@ mod machines;
 mod spec;
 mod started;
 mod status;
+mod transfer;
 mod wire;
 
+pub use bantam_archive::Error as ArchiveError;
 pub use bantam_image::Error as ImageError;
 pub use bantam_image::{
     BlobInfo, Credential, Image, ImageConfig, ImageDetails, ImageSource, Layer, Loaded, NoProgress,
     Platform, Progress, Pruned, PullPolicy, Reference, Registries, Removed, ResolveOptions, Stage,
     StoredImage, Timeouts, Usage,
 };
-pub use bantam_protocol::{FileFailureKind, Size, StartFailedKind};
+pub use bantam_protocol::{DiskUse, FileFailureKind, GuestStats, Size, StartFailedKind};
 pub use bantam_vmm::{
     Availability, EngineChoice, EngineKind, EngineReport, ExitCause, GuestKernel, Phase, Timeline,
     VmmError, probe_engines,
 };
 pub use builder::MachineBuilder;
 pub use child::{Child, ChildHandle, ChildStderr, ChildStdin, ChildStdout};
-pub use command::Exec;
+pub use command::{Exec, Running};
+pub use copy::{Copied, CopyOptions};
 pub use error::Error;
 pub use guest::{find_disk_template, find_guest, guest_search_path};
 pub use home::Home;

@@ -11,6 +11,7 @@ use bantam_protocol::{GUEST_EXEC_PORT, HOST_CONTROL_PORT};
 use bantam_vmm::{Disk, EngineKind, ExitCause, GuestKernel, MemorySize, Timeline, Vm, VmConfig};
 
 use crate::Error;
+use crate::clock::ClockWatch;
 use crate::control::{Control, HelloError};
 use crate::host::{CONSOLE_LINES, Ended, Host};
 use crate::spec::Spec;
@@ -20,7 +21,9 @@ use crate::spec::Spec;
 #[derive(Debug)]
 pub(crate) struct Local {
     vm: Vm,
-    control: Mutex<Control>,
+    control: Arc<Mutex<Control>>,
+    /// Ends after the machine, whose end frees it from whatever it waits for.
+    _clock: Option<ClockWatch>,
 }
 
 /// What is needed to boot beside the description of the machine.
@@ -61,12 +64,25 @@ impl Local {
         })?;
         let listener = listener.ok_or_else(|| Error::Protocol("no control listener".into()))?;
         match Control::accept(&listener, boot.timeout, boot.hostname, timeline) {
-            Ok(control) => Ok(Arc::new(Self {
-                vm,
-                control: Mutex::new(control),
-            })),
+            Ok(control) => Ok(Arc::new(Self::new(vm, control))),
             Err(HelloError::Library(error)) => Err(error),
             Err(HelloError::Failed(reason)) => Err(boot_error(&vm, reason)),
+        }
+    }
+
+    fn new(vm: Vm, control: Control) -> Self {
+        let control = Arc::new(Mutex::new(control));
+        let told = Arc::clone(&control);
+        let clock = ClockWatch::start(move || {
+            // A guest that cannot be told is at its end.
+            let _ = lock(&told).set_clock();
+        });
+        Self {
+            vm,
+            control,
+            _clock: clock
+                .inspect_err(|error| tracing::warn!(%error, "cannot watch the clock"))
+                .ok(),
         }
     }
 
@@ -91,8 +107,12 @@ impl Local {
     }
 
     fn lock_control(&self) -> MutexGuard<'_, Control> {
-        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.control)
     }
+}
+
+fn lock(control: &Mutex<Control>) -> MutexGuard<'_, Control> {
+    control.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Host for Local {
