@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN,
@@ -61,6 +62,9 @@ struct Disk {
     read_only: bool,
     sectors: u64,
     id: [u8; ID_BYTES],
+    /// Whether it was said that the host has no room; a guest that goes on writing must not fill
+    /// the log, too.
+    said_full: AtomicBool,
 }
 
 impl BlockDevice {
@@ -89,6 +93,7 @@ impl BlockDevice {
             read_only,
             sectors: bytes / SECTOR,
             id: serial,
+            said_full: AtomicBool::new(false),
         };
         Ok(BlockDevice {
             config: disk.config(),
@@ -172,6 +177,18 @@ impl Disk {
         }
         i64::try_from(start).ok()
     }
+
+    fn failed(&self, what: &str, sector: u64, error: &io::Error) -> (Status, u32) {
+        let full = error.kind() == io::ErrorKind::StorageFull;
+        if full && !self.said_full.swap(true, Ordering::Relaxed) {
+            // The guest only sees an I/O error.
+            let id = String::from_utf8_lossy(&self.id);
+            let id = id.trim_end_matches('\0');
+            tracing::warn!("{id}: the host has no room for what the guest writes");
+        }
+        tracing::debug!(sector, %error, "disk {what} failed");
+        (Status::IoErr, 0)
+    }
 }
 
 struct Requests {
@@ -206,7 +223,7 @@ impl Requests {
         match u32::from_le_bytes([t0, t1, t2, t3]) {
             VIRTIO_BLK_T_IN => match self.read(chain, memory, sector, room) {
                 Ok(()) => (Status::Ok, room),
-                Err(error) => failed("read", sector, &error),
+                Err(error) => disk.failed("read", sector, &error),
             },
             VIRTIO_BLK_T_GET_ID => {
                 let written = chain.writable().write_at(memory, 0, &disk.id);
@@ -221,11 +238,11 @@ impl Requests {
             }
             VIRTIO_BLK_T_FLUSH => match disk.file.sync_data() {
                 Ok(()) => (Status::Ok, 0),
-                Err(error) => failed("flush", sector, &error),
+                Err(error) => disk.failed("flush", sector, &error),
             },
             VIRTIO_BLK_T_OUT => match self.write(chain, memory, sector, payload) {
                 Ok(()) => (Status::Ok, 0),
-                Err(error) => failed("write", sector, &error),
+                Err(error) => disk.failed("write", sector, &error),
             },
             kind @ (VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES) => {
                 (self.zero(chain, memory, kind == VIRTIO_BLK_T_DISCARD), 0)
@@ -299,14 +316,9 @@ impl Requests {
             Ok(()) => Status::Ok,
             // The file system cannot; the driver stops asking.
             Err(error) if error.kind() == io::ErrorKind::Unsupported => Status::Unsupported,
-            Err(error) => failed("discard", sector, &error).0,
+            Err(error) => self.disk.failed("discard", sector, &error).0,
         }
     }
-}
-
-fn failed(what: &str, sector: u64, error: &io::Error) -> (Status, u32) {
-    tracing::debug!(sector, %error, "disk {what} failed");
-    (Status::IoErr, 0)
 }
 
 /// Repeats `step` until all of `slices` is transferred.

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
 use bantam_virtio::testing::{Buffer, Guest, INDIRECT, Transport};
@@ -87,6 +88,18 @@ fn a_read_only_disk_refuses_every_kind_of_write() {
 }
 
 #[test]
+fn a_lock_on_a_disk_ends_with_the_device() {
+    let (device, file) = disk(false);
+    // One open file, as in a child process that has not executed its program yet.
+    file.try_lock().unwrap();
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let other = File::options().write(true).open(path).unwrap();
+    other.try_lock().unwrap_err();
+    drop(device);
+    other.try_lock().unwrap();
+}
+
+#[test]
 fn a_disk_ends_where_its_file_does() {
     for &transport in Transport::ALL {
         let (device, file) = disk(false);
@@ -127,9 +140,13 @@ fn a_disk_tells_its_serial_number() {
 
 #[test]
 fn discarded_and_zeroed_sectors_read_as_zeroes() {
-    for (kind, flags) in [(11, 0_u32), (13, 0), (13, 1)] {
+    let requests = [(11, 0_u32), (13, 0), (13, 1)];
+    for (transport, (kind, flags)) in Transport::ALL
+        .iter()
+        .flat_map(|transport| requests.map(|request| (*transport, request)))
+    {
         let (device, file) = disk(false);
-        let mut guest = Guest::start(Transport::Direct, device);
+        let mut guest = Guest::start(transport, device);
         let mut range = 8_u64.to_le_bytes().to_vec();
         range.extend(16_u32.to_le_bytes());
         range.extend(flags.to_le_bytes());
