@@ -146,7 +146,8 @@ fn a_stop_leaves_a_disk_in_which_e2fsck_finds_nothing_whatever_was_going_on() {
         return;
     };
     let machine = bench.start();
-    // Writers, one of them deaf; a deleted file that stays open; a file system in a file.
+    // Writers, one of them deaf; a deleted file that stays open; a file system in a file; a loop
+    // device with swap, which no process holds.
     let mut busy = Vec::new();
     for script in [
         "trap '' TERM; echo; while :; do echo x; done > /srv-deaf",
@@ -166,6 +167,12 @@ fn a_stop_leaves_a_disk_in_which_e2fsck_finds_nothing_whatever_was_going_on() {
     sh(
         &machine,
         &format!("truncate -s 128M /inner; mkdir /mnt-inner; {mount} && echo in > /mnt-inner/file"),
+    );
+    sh(
+        &machine,
+        "set -e; busybox dd if=/dev/zero of=/swap bs=1M count=8 2>/dev/null
+         device=$(busybox losetup -f); busybox losetup $device /swap
+         busybox mkswap $device >/dev/null; busybox swapon $device",
     );
     stop(&machine);
     assert!(bench.is_clean());
