@@ -9,6 +9,8 @@ use crate::{ActiveQueue, GuestRam, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum DeviceType {
+    /// A network card (§5.1).
+    Net = 1,
     /// A disk (§5.2).
     Block = 2,
     /// A console (§5.3).

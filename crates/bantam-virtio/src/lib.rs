@@ -49,6 +49,7 @@ mod worker;
 pub mod block;
 pub mod console;
 pub mod mmio;
+pub mod net;
 pub mod rng;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -62,6 +63,7 @@ pub use device::{Activation, DeviceType, VirtioDevice};
 pub use error::{Error, Result};
 pub use interrupt::{Interrupt, InterruptLine};
 pub use mmio::MmioTransport;
+pub use net::{NetBackend, NetDevice};
 pub use queue::{
     ActiveQueue, Buffers, Chain, MAX_CHAIN_SEGMENTS, QueueConfig, QueueCursor, QueueWiring,
     Segment, SharedCursor,

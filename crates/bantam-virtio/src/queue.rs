@@ -231,8 +231,8 @@ impl ActiveQueue {
         })
     }
 
-    /// Puts the chain that was popped last back, to be popped again. Only for the newest one, and
-    /// before anything else is popped.
+    /// Puts the chain that was popped last back, to be popped again. Several are put back newest
+    /// first; nothing may be popped in between.
     pub fn undo_pop(&mut self, chain: Chain) {
         self.queue.go_to_previous_position();
         self.recycle(chain);

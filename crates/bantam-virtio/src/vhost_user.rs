@@ -36,7 +36,7 @@ use vm_memory::{
 use crate::queue::QueueWiring;
 use crate::sys;
 use crate::{
-    Activation, DeviceType, EventFd, GuestRam, Interrupt, QueueConfig, QueueCursor, SharedCursor,
+    Activation, DeviceType, Error, EventFd, GuestRam, Interrupt, QueueConfig, QueueCursor, SharedCursor,
     VirtioDevice, features,
 };
 
@@ -282,11 +282,16 @@ impl Backend {
             features: self.features,
             queues,
         };
-        self.device
-            .activate(activation)
-            .map_err(|error| VhostError::ReqHandlerError(io::Error::other(error)))?;
-        self.running = true;
-        Ok(())
+        match self.device.activate(activation) {
+            Ok(()) => {
+                self.running = true;
+                Ok(())
+            }
+            // Rings that were enabled before, as QEMU's network card leaves them, get their kick
+            // descriptors one by one.
+            Err(Error::MissingQueue { .. }) => Ok(()),
+            Err(error) => Err(VhostError::ReqHandlerError(io::Error::other(error))),
+        }
     }
 }
 
@@ -467,8 +472,12 @@ impl VhostUserBackendReqHandlerMut for Backend {
         let mut offered = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::RESET_DEVICE;
-        // QEMU warns when a device of a kind that has no configuration offers it.
-        if self.device.device_type() != DeviceType::Entropy {
+        // QEMU warns when a device of a kind that has no configuration offers it, or one whose
+        // configuration QEMU keeps itself.
+        if !matches!(
+            self.device.device_type(),
+            DeviceType::Entropy | DeviceType::Net
+        ) {
             offered |= VhostUserProtocolFeatures::CONFIG;
         }
         Ok(offered)
