@@ -265,6 +265,89 @@ e2e! {
         assert_eq!(bench.try_run(&["image", "pull", &name]).code, 125);
         assert_eq!(bench.ls().len(), 1);
     }
+
+    fn the_configured_process_runs_as_well_from_the_store_as_from_the_registry(bench) {
+        let test = "the_configured_process_runs_as_well_from_the_store_as_from_the_registry";
+        if ["docker-registry", "skopeo", "umoci"].iter().any(|program| !have(program, test)) {
+            return;
+        }
+        // The first run pulls; for the second there is only what the first has stored.
+        let registry = Registry::start(&bench.path("registry"));
+        let name = format!("{}/e2e/configured:1", registry.address);
+        configured_image(&bench, &name);
+
+        let engine = bench.setup.engine.clone();
+        let run = bench.run(&["run", "--engine", &engine, "-i", "-I", &name]);
+        let process = "1234\n2345\n2345 3456\n/srv/made/here 755 0\nhello /home/app /opt/bin\n";
+        assert_eq!(run.text(), format!("{process}default words\n"), "{}", run.stderr);
+
+        drop(registry);
+        let other = ["run", "--engine", &engine, "--pull", "never", "-i", "-I", &name, "--", "mine"];
+        let run = bench.run(&other);
+        assert_eq!(run.text(), format!("{process}mine\n"), "{}", run.stderr);
+
+        let run = bench.run(&["image", "inspect", &name, "--json"]);
+        let details: Value = serde_json::from_slice(&run.stdout).unwrap();
+        assert_eq!(details["config"]["stop_signal"], "SIGRTMIN+3");
+        assert_eq!(details["config"]["user"], "app");
+    }
+}
+
+/// Pushes the test image with a user of its own and a configuration in which everything is said.
+fn configured_image(bench: &Bench, name: &str) {
+    let layout = bench.path("layout");
+    let image = format!("{}:x", layout.display());
+    let tool = |program: &str, args: &[&str]| {
+        let out = Command::new(program).args(args).output().unwrap();
+        let text = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success(), "{program} {args:?}: {text}");
+    };
+    let etc = bench.path("layer/etc");
+    fs::create_dir_all(&etc).unwrap();
+    let users = "root:x:0:0::/root:/bin/sh\napp:x:1234:2345::/home/app:/bin/sh\n";
+    fs::write(etc.join("passwd"), users).unwrap();
+    let groups = "root:x:0:\napp:x:2345:\nmore:x:3456:root,app\nother:x:4567:root\n";
+    fs::write(etc.join("group"), groups).unwrap();
+    let layer = bench.path("layer.tar");
+    let (from, layer) = (bench.path("layer"), layer.to_str().unwrap());
+    let owner = ["--owner=0", "--group=0", "--mode=u=rwX,go=rX"];
+    let what = ["-C", from.to_str().unwrap(), "-cf", layer, "etc"];
+    tool("tar", &[&owner[..], &what].concat());
+
+    let archive = format!("oci-archive:{}", bench.setup.image.display());
+    let copy = ["copy", "--insecure-policy", "--dest-tls-verify=false"];
+    tool(
+        "skopeo",
+        &[&copy[..], &[&archive, &format!("oci:{image}")]].concat(),
+    );
+    tool("umoci", &["raw", "add-layer", "--image", &image, layer]);
+    let script = "export PATH=$PATH:/bin; id -u; id -g; id -G; echo $(pwd) $(stat -c '%a %u' .); \
+                  echo $GREETING $HOME ${PATH%:/bin}; echo $*";
+    let config = [
+        ["--config.user", "app"],
+        ["--config.env", "GREETING=hello"],
+        ["--config.env", "PATH=/opt/bin"],
+        ["--config.entrypoint", "/bin/sh"],
+        ["--config.entrypoint", "-c"],
+        ["--config.entrypoint", script],
+        ["--config.entrypoint", "entrypoint"],
+        ["--config.cmd", "default"],
+        ["--config.cmd", "words"],
+        ["--config.workingdir", "/srv/made/here"],
+        ["--config.stopsignal", "SIGRTMIN+3"],
+    ];
+    tool(
+        "umoci",
+        &[&["config", "--image", &image], config.as_flattened()].concat(),
+    );
+    tool(
+        "skopeo",
+        &[
+            &copy[..],
+            &[&format!("oci:{image}"), &format!("docker://{name}")],
+        ]
+        .concat(),
+    );
 }
 
 /// Debian's docker-registry, until dropped.

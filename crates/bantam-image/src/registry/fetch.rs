@@ -5,9 +5,8 @@
 //! once its digest is found right. What nobody asked for again within a day is removed.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -24,7 +23,7 @@ use crate::digest::{Digest, Hasher};
 use crate::error::{Error, Result};
 use crate::manifest::{Chosen, Descriptor};
 use crate::progress::{Layer, Progress, Stage};
-use crate::store::{BlobDir, WorkDir, lock, publish};
+use crate::store::{BlobDir, WorkDir, lock, open_or_create, publish};
 
 /// How long the beginning of a layer is kept.
 const PARTIAL_LIFETIME: Duration = Duration::from_secs(24 * 3600);
@@ -128,14 +127,7 @@ struct Partial {
 impl Partial {
     fn open(store: &Path, digest: &Digest, size: u64) -> Result<Self> {
         let path = partials(store).join(format!("{PREFIX}{}", digest.file_name()));
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&path)
-            .map_err(Error::path("open", &path))?;
+        let file = open_or_create(&path)?;
         let mut partial = Self {
             path,
             file,

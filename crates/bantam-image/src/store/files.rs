@@ -34,6 +34,18 @@ pub(crate) fn create(path: &Path) -> Result<File> {
         .map_err(Error::path("create", path))
 }
 
+/// Opens a file for reading and writing, and makes it if it is missing.
+pub(crate) fn open_or_create(path: &Path) -> Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)
+        .map_err(Error::path("open", path))
+}
+
 /// Reads a small JSON file. `None` when it is missing or not what this version writes.
 pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
     let mut bytes = Vec::new();

@@ -49,7 +49,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::content::BlobInfo;
 use self::content::Content;
-pub(crate) use self::files::{BlobDir, publish};
+pub(crate) use self::files::{BlobDir, open_or_create, publish};
 use self::lease::Lease;
 pub use self::list::{ImageDetails, StoredImage, Usage};
 pub use self::load::Loaded;

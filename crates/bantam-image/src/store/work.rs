@@ -1,12 +1,12 @@
 //! Unfinished work and locks.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs::{self, File, TryLockError};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-use super::files::{create, make_dir};
+use super::files::{create, make_dir, open_or_create};
 use crate::error::{Error, Result};
 
 /// A directory of this process in the store's `tmp`. Removed when dropped, or by others once this process is dead.
@@ -62,7 +62,7 @@ fn remove_dead(tmp: &Path) {
         let dead = match File::open(path.join("lock")) {
             Ok(lock) => lock.try_lock().is_ok(),
             // Killed before it had a lock.
-            Err(e) => e.kind() == std::io::ErrorKind::NotFound,
+            Err(e) => e.kind() == io::ErrorKind::NotFound,
         };
         if dead {
             tracing::info!(path = %path.display(), "removing work that a dead process left");
@@ -75,39 +75,36 @@ fn remove_dead(tmp: &Path) {
 
 /// Takes the lock called `name`, calling `waiting` once if someone else has it. It is held until the file is dropped.
 pub(crate) fn lock(store: &Path, name: &str, waiting: impl FnOnce()) -> Result<File> {
-    let (file, path) = lock_file(store, name)?;
-    match file.try_lock() {
-        Ok(()) => return Ok(file),
-        Err(TryLockError::WouldBlock) => waiting(),
-        Err(TryLockError::Error(e)) => return Err(Error::path("lock", &path)(e)),
-    }
-    file.lock().map_err(Error::path("lock", &path))?;
-    Ok(file)
+    take(store, name, waiting, File::try_lock, File::lock)
 }
 
 /// As [`lock`], beside others who take it shared.
 pub(super) fn lock_shared(store: &Path, name: &str, waiting: impl FnOnce()) -> Result<File> {
-    let (file, path) = lock_file(store, name)?;
-    match file.try_lock_shared() {
+    take(
+        store,
+        name,
+        waiting,
+        File::try_lock_shared,
+        File::lock_shared,
+    )
+}
+
+fn take(
+    store: &Path,
+    name: &str,
+    waiting: impl FnOnce(),
+    now: impl FnOnce(&File) -> Result<(), TryLockError>,
+    later: impl FnOnce(&File) -> io::Result<()>,
+) -> Result<File> {
+    let locks = store.join("locks");
+    make_dir(&locks)?;
+    let path = locks.join(name);
+    let file = open_or_create(&path)?;
+    match now(&file) {
         Ok(()) => return Ok(file),
         Err(TryLockError::WouldBlock) => waiting(),
         Err(TryLockError::Error(e)) => return Err(Error::path("lock", &path)(e)),
     }
-    file.lock_shared().map_err(Error::path("lock", &path))?;
+    later(&file).map_err(Error::path("lock", &path))?;
     Ok(file)
-}
-
-fn lock_file(store: &Path, name: &str) -> Result<(File, PathBuf)> {
-    let locks = store.join("locks");
-    make_dir(&locks)?;
-    let path = locks.join(name);
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(&path)
-        .map_err(Error::path("open", &path))?;
-    Ok((file, path))
 }

@@ -486,7 +486,7 @@ fn links_through_links_end_somewhere() {
             layer = match i {
                 0 => layer.symlink(name, "d"),
                 _ => layer
-                    .gnu_long(b'K', &format!("{up}l{}", i - 1))
+                    .gnu_long(b'K', format!("{up}l{}", i - 1))
                     .symlink(name, "x"),
             };
         }

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::common::image::{OCI_CONFIG, OCI_LAYER, OCI_MANIFEST};
 use crate::common::registry::{Reply, Server, quick};
-use crate::common::{Layout, Tar, digest, gzip, run};
+use crate::common::{Layout, Tar, digest, gzip};
 
 /// A configuration in which everything is said.
 fn full() -> Value {
@@ -122,8 +122,7 @@ fn all_ways(config: &Value) -> (Came, tempfile::TempDir) {
     ));
 
     let archive = dir.path().join("archive.tar");
-    let (from, to) = (layout.path().to_str().unwrap(), archive.to_str().unwrap());
-    run("tar", &["-C", from, "-cf", to, "."]);
+    layout.pack(&archive);
     let archive = ImageSource::Archive(archive);
     let store = new_store("archive");
     came.push(("archive", resolve(&store, &archive, PullPolicy::Missing)));

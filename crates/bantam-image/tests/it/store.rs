@@ -138,16 +138,7 @@ fn a_second_resolve_writes_nothing() {
     let layout = sample();
     let dir = tempfile::tempdir().unwrap();
     let archive = dir.path().join("image.tar");
-    run(
-        "tar",
-        &[
-            "-C",
-            layout.path().to_str().unwrap(),
-            "-cf",
-            archive.to_str().unwrap(),
-            ".",
-        ],
-    );
+    layout.pack(&archive);
     let root = dir.path().join("root");
     fs::create_dir(&root).unwrap();
     fs::write(root.join("f"), "x").unwrap();
@@ -179,16 +170,7 @@ fn a_second_resolve_writes_nothing() {
     assert!(size > 0 && mtime.elapsed().is_ok());
     let mut other = Layout::new();
     let manifest = other.image(&[Tar::new().file("other", "x").finish()]);
-    run(
-        "tar",
-        &[
-            "-C",
-            other.path().to_str().unwrap(),
-            "-cf",
-            archive.to_str().unwrap(),
-            ".",
-        ],
-    );
+    other.pack(&archive);
     let changed = store
         .resolve(
             &ImageSource::Archive(archive),
@@ -320,17 +302,8 @@ fn the_work_of_a_living_process_is_left_alone() {
 fn an_archive_on_standard_input_is_read() {
     let layout = sample();
     let dir = tempfile::tempdir().unwrap();
-    let archive = dir.path().join("image.tar");
-    run(
-        "tar",
-        &[
-            "-C",
-            layout.path().to_str().unwrap(),
-            "-czf",
-            archive.to_str().unwrap(),
-            ".",
-        ],
-    );
+    let archive = dir.path().join("image.tar.gz");
+    layout.pack(&archive);
     let mut child = command(&dir.path().join("store"), "-")
         .stdin(Stdio::piped())
         .spawn()
@@ -410,16 +383,7 @@ fn an_archive_in_a_named_pipe_is_read() {
     let layout = sample();
     let dir = tempfile::tempdir().unwrap();
     let archive = dir.path().join("image.tar");
-    run(
-        "tar",
-        &[
-            "-C",
-            layout.path().to_str().unwrap(),
-            "-cf",
-            archive.to_str().unwrap(),
-            ".",
-        ],
-    );
+    layout.pack(&archive);
     let mut bytes = Vec::new();
     fs::File::open(&archive)
         .unwrap()

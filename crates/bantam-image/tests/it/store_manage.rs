@@ -60,8 +60,7 @@ impl Bench {
 
     fn tar(&self, layout: &Layout, name: &str) -> ImageSource {
         let path = self.path(name);
-        let (from, to) = (layout.path().to_str().unwrap(), path.to_str().unwrap());
-        run("tar", &["-C", from, "-cf", to, "."]);
+        layout.pack(&path);
         ImageSource::Archive(path)
     }
 

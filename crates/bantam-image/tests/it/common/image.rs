@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::erofs::Files;
-use super::{read_erofs, tarball::Tar};
+use super::{read_erofs, run, tarball::Tar};
 
 pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
@@ -106,6 +106,12 @@ impl Layout {
         let index =
             json!({"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": self.manifests});
         fs::write(self.path().join("index.json"), index.to_string()).unwrap();
+    }
+
+    /// Packs the layout into an archive, which is compressed if it is named `*.gz`.
+    pub(crate) fn pack(&self, archive: &Path) {
+        let (from, to) = (self.path().to_str().unwrap(), archive.to_str().unwrap());
+        run("tar", &["-C", from, "-caf", to, "."]);
     }
 
     pub(crate) fn source(&self) -> ImageSource {
