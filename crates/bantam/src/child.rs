@@ -214,7 +214,7 @@ impl Child {
     /// A handle for another thread, while this one waits.
     #[must_use]
     pub fn handle(&self) -> ChildHandle {
-        ChildHandle(self.sender.clone())
+        ChildHandle::new(self.sender.clone())
     }
 }
 
@@ -223,6 +223,18 @@ impl Child {
 pub struct ChildHandle(FrameSender);
 
 impl ChildHandle {
+    pub(crate) fn new(sender: FrameSender) -> Self {
+        Self(sender)
+    }
+
+    /// Kills everything the command started.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it has ended.
+    pub fn kill(&self) -> Result<(), Error> {
+        self.send(&HostExec::Kill)
+    }
+
     /// Sends a signal to the command's process group.
     ///
     /// # Errors

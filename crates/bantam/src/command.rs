@@ -10,7 +10,7 @@ use bantam_protocol::{ExecRequest, Size};
 
 use crate::Error;
 use crate::capped::Capped;
-use crate::child::Child;
+use crate::child::{Child, ChildHandle};
 use crate::machine::Inner;
 use crate::started::Started;
 use crate::status::{Finished, Output};
@@ -141,18 +141,23 @@ impl Exec {
     /// # Errors
     /// As [`Exec::output`]; and [`Error::Io`] if a writer fails, in which case the command is
     /// killed.
-    pub fn pipe(
-        mut self,
-        stdout: &mut dyn Write,
-        stderr: &mut dyn Write,
-    ) -> Result<Finished, Error> {
+    pub fn pipe(self, stdout: &mut dyn Write, stderr: &mut dyn Write) -> Result<Finished, Error> {
+        self.start()?.pipe(stdout, stderr)
+    }
+
+    /// Starts the command. Its output waits in the guest until [`Running::pipe`] passes it on;
+    /// a handle to signal it can be had before that.
+    ///
+    /// # Errors
+    /// As [`Exec::output`].
+    pub fn start(mut self) -> Result<Running, Error> {
         let input = std::mem::replace(&mut self.input, Input::Null);
         let has_input = matches!(input, Input::Reader(_));
-        let started = self.start(has_input)?;
+        let started = self.begin(has_input)?;
         if let Input::Reader(reader) = input {
             started.feed(reader)?;
         }
-        started.pump(stdout, stderr)
+        Ok(Running(started))
     }
 
     /// Starts the command; its streams are in the result, as with [`std::process::Child`].
@@ -161,9 +166,9 @@ impl Exec {
     /// [`Error::Start`] or [`Error::MachineDied`].
     pub fn spawn(mut self) -> Result<Child, Error> {
         match std::mem::replace(&mut self.input, Input::Null) {
-            Input::Null => Child::new(self.start(true)?, true),
+            Input::Null => Child::new(self.begin(true)?, true),
             Input::Reader(reader) => {
-                let started = self.start(true)?;
+                let started = self.begin(true)?;
                 started.feed(reader)?;
                 Child::new(started, false)
             }
@@ -194,7 +199,7 @@ impl Exec {
         String::from_utf8_lossy(name).into_owned()
     }
 
-    fn start(self, stdin: bool) -> Result<Started, Error> {
+    fn begin(self, stdin: bool) -> Result<Started, Error> {
         let request = self.request(stdin)?;
         let command = self.name();
         Started::start(self.machine, request, self.timeout, command)
@@ -241,5 +246,40 @@ impl Exec {
             }),
             detach: false,
         })
+    }
+}
+
+/// A command that runs, without a thread of its own. Dropping it kills everything it started.
+#[must_use = "dropping it kills the command"]
+pub struct Running(Started);
+
+impl std::fmt::Debug for Running {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Running")
+            .field("id", &self.id())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Running {
+    /// Its process id in the guest.
+    #[must_use]
+    pub fn id(&self) -> u32 {
+        self.0.pid()
+    }
+
+    /// A handle to signal or kill it with, from any thread, while this one waits.
+    #[must_use]
+    pub fn handle(&self) -> ChildHandle {
+        ChildHandle::new(self.0.sender())
+    }
+
+    /// Passes on what it writes as it comes, until it has ended, as [`Exec::pipe`].
+    ///
+    /// # Errors
+    /// [`Error::MachineDied`] if the machine ends first; [`Error::Io`] if a writer fails, in
+    /// which case the command is killed.
+    pub fn pipe(self, stdout: &mut dyn Write, stderr: &mut dyn Write) -> Result<Finished, Error> {
+        self.0.pump(stdout, stderr)
     }
 }

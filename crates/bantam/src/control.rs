@@ -83,13 +83,22 @@ impl Control {
     }
 
     fn configure(&mut self, hostname: &str) -> std::io::Result<()> {
-        let now = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
         let message = HostControl::Configure(Configure {
             hostname: hostname.to_owned(),
-            wall_clock_ns: u64::try_from(now.as_nanos()).unwrap_or(u64::MAX),
+            wall_clock_ns: wall_clock_ns(),
         });
+        self.send(&message)
+    }
+
+    /// Gives the guest the host's wall clock once more: after the host slept, or the guest was
+    /// paused, its own is behind.
+    pub(crate) fn set_clock(&mut self) -> std::io::Result<()> {
+        self.send(&HostControl::SetClock {
+            wall_clock_ns: wall_clock_ns(),
+        })
+    }
+
+    fn send(&mut self, message: &HostControl) -> std::io::Result<()> {
         let bytes = message.encode().map_err(std::io::Error::other)?;
         self.stream.write_all(&bytes)
     }
@@ -98,10 +107,7 @@ impl Control {
     /// power off; then waits for its farewell, at most for `limit`.
     pub(crate) fn shutdown(&mut self, grace: Duration, limit: Duration) -> std::io::Result<()> {
         let grace_ms = u32::try_from(grace.as_millis()).unwrap_or(u32::MAX);
-        let bytes = HostControl::Shutdown { grace_ms }
-            .encode()
-            .map_err(std::io::Error::other)?;
-        self.stream.write_all(&bytes)?;
+        self.send(&HostControl::Shutdown { grace_ms })?;
         let deadline = Instant::now().checked_add(limit);
         // Whatever comes, a farewell or none, the next step is to hang up: the guest waits for it.
         let _ = self.receiver.receive(deadline, decode);
@@ -116,6 +122,14 @@ impl Control {
             _ => None,
         }
     }
+}
+
+/// Nanoseconds since 1970.
+fn wall_clock_ns() -> u64 {
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
 fn decode(frame: Frame<'_>) -> Result<GuestControl, ReceiveError> {

@@ -64,6 +64,9 @@ pub enum Error {
         /// What happened, naming the path.
         message: String,
     },
+    /// Files on the host could not be copied, or the guest's archive of them is malformed.
+    #[error(transparent)]
+    Archive(#[from] bantam_archive::Error),
     /// A file in the guest is larger than a call that returns it whole takes.
     #[error("'{path}' is larger than {limit} bytes")]
     TooLarge {
@@ -311,6 +314,7 @@ impl Error {
                 StartFailedKind::Internal => "start_failed",
             },
             Self::File { .. } => "file",
+            Self::Archive(_) => "copy",
             Self::MachineDied { .. } => "machine_died",
             Self::Agent { .. } => "agent",
             Self::TooLarge { .. } => "too_large",

@@ -12,10 +12,11 @@ use bantam_image::{Argv, Image, ImageConfig};
 use bantam_vmm::{EngineKind, ExitCause, Phase, Timeline};
 
 use crate::capped::Capped;
+use crate::copy::{self, Copied, CopyOptions};
 use crate::host::Host;
 use crate::machines::MachineName;
 use crate::spec::CommandDefaults;
-use crate::{Error, Exec, Home, MachineBuilder, MachineInfo, Machines, files};
+use crate::{Error, Exec, GuestStats, Home, MachineBuilder, MachineInfo, Machines, files};
 
 /// How long an agent that works may take to accept a request and to answer that a command runs.
 /// It is generous: an emulated guest on a busy host is slow.
@@ -227,7 +228,7 @@ impl Machine {
         mode: Option<u32>,
         content: &mut dyn Read,
     ) -> Result<(), Error> {
-        files::write(&self.0, path.as_ref(), mode, content)
+        files::write(&*self.0, path.as_ref(), mode, content)
     }
 
     /// Reads a file in the guest, of at most [`Machine::READ_LIMIT`] bytes.
@@ -252,7 +253,81 @@ impl Machine {
     /// # Errors
     /// [`Error::File`] with the guest's reason, [`Error::Io`] if `sink` fails.
     pub fn read_file_to(&self, path: impl AsRef<Path>, sink: &mut dyn Write) -> Result<(), Error> {
-        files::read(&self.0, path.as_ref(), sink)
+        files::read(&*self.0, path.as_ref(), sink)
+    }
+
+    /// Copies a file or directory of the host into the machine, as `docker cp` does:
+    ///
+    /// * a file goes to `to`, or into it if that is a directory;
+    /// * a directory becomes `to`, or goes into it if that is there already;
+    /// * what is in a directory (`from` ends in `/.`) goes into the directory `to`, which is made
+    ///   if it is missing;
+    /// * a slash at the end of `to` demands a directory; the parent of `to` must exist.
+    ///
+    /// Modes and modification times are kept, symbolic links stay links, owners are
+    /// [`CopyOptions`]'s affair. Sockets and devices are counted and left out.
+    ///
+    /// # Errors
+    /// [`Error::Archive`] for what cannot be read here, [`Error::File`] with the guest's reason.
+    pub fn copy_in(
+        &self,
+        from: impl AsRef<Path>,
+        to: impl AsRef<Path>,
+        options: &CopyOptions,
+    ) -> Result<Copied, Error> {
+        copy::copy_in(&*self.0, from.as_ref(), to.as_ref(), options)
+    }
+
+    /// Copies a file or directory of the machine to the host, with the rules of
+    /// [`Machine::copy_in`]. Nothing that the machine sends is made anywhere but at (or, for a
+    /// directory, below) the place where the copy belongs; symbolic links that are there already
+    /// are not followed below it, and no devices are made.
+    ///
+    /// # Errors
+    /// [`Error::Archive`] for what cannot be made here or must not be, [`Error::File`] with the
+    /// guest's reason. What was copied until then stays.
+    pub fn copy_out(
+        &self,
+        from: impl AsRef<Path>,
+        to: impl AsRef<Path>,
+        options: &CopyOptions,
+    ) -> Result<Copied, Error> {
+        copy::copy_out(&*self.0, from.as_ref(), to.as_ref(), options)
+    }
+
+    /// Extracts a tar archive in a directory of the machine, with the owners it names.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if `archive` cannot be read, [`Error::File`] with the guest's reason.
+    pub fn copy_in_tar(
+        &self,
+        archive: &mut dyn Read,
+        dir: impl AsRef<Path>,
+    ) -> Result<Copied, Error> {
+        copy::copy_in_tar(&*self.0, archive, dir.as_ref())
+    }
+
+    /// Writes a file or directory of the machine to `sink` as a tar archive. It is the
+    /// machine's own work: take it apart as you would one from a stranger.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if `sink` fails, [`Error::File`] with the guest's reason.
+    pub fn copy_out_tar(
+        &self,
+        from: impl AsRef<Path>,
+        sink: &mut dyn Write,
+        options: &CopyOptions,
+    ) -> Result<Copied, Error> {
+        copy::copy_out_tar(&*self.0, from.as_ref(), sink, options.follow_link)
+    }
+
+    /// What the guest's kernel says of its memory, processors, processes and disk. It is the
+    /// guest's word.
+    ///
+    /// # Errors
+    /// [`Error::MachineDied`] or [`Error::Agent`].
+    pub fn stats(&self) -> Result<GuestStats, Error> {
+        files::stats(&*self.0)
     }
 
     /// Its name, if it has one.
