@@ -369,7 +369,8 @@ impl Unpacker<'_> {
         let target = OsStr::from_bytes(target);
         let stat = statat(from, target, AtFlags::SYMLINK_NOFOLLOW).map_err(|_| foreign())?;
         let inode = (stat.st_dev, stat.st_ino);
-        if !self.made.contains(&inode) {
+        let directory = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
+        if directory || !self.made.contains(&inode) {
             return Err(foreign());
         }
         let from = from.try_clone_to_owned().map_err(|source| Error::File {

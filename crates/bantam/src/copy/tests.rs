@@ -74,6 +74,9 @@ fn honest(root: &Path) -> (Fake, thread::JoinHandle<()>) {
         // Joined by hand: the slash or dot at the end matters.
         let mut path = root.into_os_string();
         path.push(OsStr::from_bytes(&request.path));
+        if request.path == b"/" {
+            path.push(".");
+        }
         let mut archive = Vec::new();
         let source = Source::open(Path::new(&path), request.follow_link).unwrap();
         pack(source, &mut archive).unwrap();
