@@ -84,6 +84,7 @@ fn make_tmp() -> io::Result<()> {
 /// Applies what only the host knows.
 pub(crate) fn configure(configure: &Configure) {
     set_clock(configure.wall_clock_ns);
+    tolerate("/etc/machine-id", provide_machine_id());
     let hostname = configure.hostname.as_str();
     let set = sethostname(hostname);
     tolerate("host name", set.map_err(io::Error::from));
@@ -106,6 +107,26 @@ pub(crate) fn set_clock(wall_clock_ns: u64) {
     let now = TimeSpec::from(Duration::from_nanos(wall_clock_ns));
     let set = clock_settime(ClockId::CLOCK_REALTIME, now);
     tolerate("wall clock", set.map_err(io::Error::from));
+}
+
+/// Gives the machine an identity of its own, unless it has one already: its disk may keep it.
+fn provide_machine_id() -> io::Result<()> {
+    const FILE: &str = "/etc/machine-id";
+    // What images ship for first boots: nothing, an empty file, or this word.
+    match std::fs::read(FILE) {
+        Ok(id) if !matches!(id.trim_ascii(), b"" | b"uninitialized") => return Ok(()),
+        _ => {}
+    }
+    let uuid = std::fs::read_to_string("/proc/sys/kernel/random/uuid")?;
+    provide(FILE, &machine_id(&uuid))
+}
+
+/// A random UUID as machine-id(5) writes it.
+fn machine_id(uuid: &str) -> String {
+    uuid.chars()
+        .filter(char::is_ascii_hexdigit)
+        .chain(['\n'])
+        .collect()
 }
 
 fn read_hosts() -> String {
@@ -166,6 +187,12 @@ fn tolerate(what: &str, result: io::Result<()>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_machine_id_is_32_lower_case_digits() {
+        let id = machine_id("01234567-89ab-cdef-0123-456789abcdef\n");
+        assert_eq!(id, "0123456789abcdef0123456789abcdef\n");
+    }
 
     #[test]
     fn the_host_name_resolves_whatever_hosts_file_the_image_has() {
