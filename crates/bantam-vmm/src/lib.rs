@@ -19,6 +19,7 @@ mod devices;
 mod emulated;
 mod engine;
 mod error;
+mod inherited;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod native;
 mod timeline;
@@ -28,5 +29,6 @@ pub use config::{Disk, GuestKernel, MemorySize, VmConfig};
 pub use console::ConsoleLog;
 pub use engine::{Availability, EngineChoice, EngineKind, EngineReport, probe_engines};
 pub use error::VmmError;
+pub use inherited::close_inherited_files;
 pub use timeline::{Phase, Timeline};
 pub use vm::{ExitCause, Vm};

@@ -250,8 +250,8 @@ pub(crate) struct RunArgs {
 What is set here for the command is set for every `exec` in the machine, too.")]
 pub(crate) struct CreateArgs {
     /// The machine; else $BANTAM_MACHINE_NAME, else a new name
-    #[command(flatten)]
-    pub(crate) name: NameArg,
+    #[arg(short, long, value_name = "NAME")]
+    pub(crate) name: Option<String>,
     #[command(flatten)]
     pub(crate) machine: MachineArgs,
     /// Attach a label (repeatable)

@@ -93,7 +93,10 @@ fn run_detached(global: &Global, args: &RunArgs) -> Outcome {
 
 pub(super) fn create(global: &Global, args: Box<CreateArgs>) -> Outcome {
     args.later.check()?;
-    let name = match args.name.given()? {
+    let given = NameArg {
+        name: args.name.clone(),
+    };
+    let name = match given.given()? {
         Some(name) => name,
         None => MachineName::generate()?,
     };

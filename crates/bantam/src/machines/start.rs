@@ -13,12 +13,21 @@ use std::time::Duration;
 use super::Machines;
 use super::dir::{MachineDir, MachineLock};
 use super::ipc::{self, Reply, RunningStatus, StartRequest};
+use super::record::LastRun;
 use super::vmm::VmmProcess;
 use crate::home::variable;
 use crate::{Error, guest};
 
 /// How much longer than the guest its process may take to say how the boot went.
 const MARGIN: Duration = Duration::from_secs(30);
+
+/// How much of what a process said before it died is quoted.
+const LOG_LINES: usize = 5;
+
+/// What of the environment a machine's process gets, by the beginning of its name: where programs
+/// are, what is set for bantam, and what it writes to its log. Whatever else the caller has there, secrets among it, is no
+/// business of a process that lives longer.
+const KEPT_VARIABLES: [&str; 3] = ["BANTAM_", "PATH", "RUST_"];
 
 /// Starts the machine in `dir` in a process of its own, which gets the lock.
 pub(super) fn start(
@@ -72,23 +81,24 @@ pub(super) fn start(
 
 /// The process ended without an answer: what it wrote last is all there is.
 fn gone(dir: &MachineDir, error: &io::Error) -> Error {
-    let log = std::fs::read_to_string(dir.vmm_log()).unwrap_or_default();
-    let lines: Vec<_> = log.lines().map(str::to_owned).collect();
     let reason = match dir.last_run() {
-        Ok(Some(run)) => run.end.map(|end| end.reason),
-        _ => None,
+        Ok(Some(LastRun { end: Some(end), .. })) => end.reason,
+        _ => format!("its process ended without a word ({error})"),
     };
+    let log = std::fs::read_to_string(dir.vmm_log()).unwrap_or_default();
+    let said: Vec<_> = log.lines().take(LOG_LINES).collect();
     Error::Remote {
         code: "vm".to_owned(),
-        message: match reason {
-            Some(reason) => format!("cannot start machine '{}': {reason}", dir.name()),
-            None => format!(
-                "cannot start machine '{}': its process ended without a word ({error})",
-                dir.name()
+        message: match said.as_slice() {
+            [] => format!("cannot start machine '{}': {reason}", dir.name()),
+            said => format!(
+                "cannot start machine '{}': {reason}; its log begins: {}",
+                dir.name(),
+                said.join(" / ")
             ),
         },
         hint: None,
-        console: lines.iter().rev().take(10).rev().cloned().collect(),
+        console: Vec::new(),
     }
 }
 
@@ -99,10 +109,16 @@ fn spawn(program: &Path, dir: &MachineDir, starter: UnixStream) -> io::Result<st
         .truncate(true)
         .mode(0o600)
         .open(dir.vmm_log())?;
+    let kept = env::vars_os().filter(|(name, _)| {
+        let name = name.to_string_lossy();
+        KEPT_VARIABLES.iter().any(|kept| name.starts_with(kept))
+    });
     Command::new(program)
         .arg(VmmProcess::ARGUMENT)
         // For people who look at the list of processes.
         .arg(dir.name().as_str())
+        .env_clear()
+        .envs(kept)
         .current_dir("/")
         .stdin(Stdio::from(std::os::fd::OwnedFd::from(starter)))
         .stdout(Stdio::null())

@@ -71,13 +71,18 @@ impl VmmProcess {
     /// The first argument of the process.
     pub const ARGUMENT: &'static str = "vmm-process";
 
-    /// Takes over the machine that the starting process hands over on standard input.
+    /// Takes over the machine that the starting process hands over on standard input. Every
+    /// other descriptor that this process was started with is closed: call this before anything
+    /// else is opened.
     ///
     /// # Errors
     /// [`Error::Io`] if this process was not started for that.
     pub fn receive() -> Result<Self, Error> {
         // Fails only for the leader of a process group, which has no terminal to leave.
         let _ = rustix::process::setsid();
+        bantam_vmm::close_inherited_files().map_err(Error::io(
+            "cannot close what the starting process left open",
+        ))?;
         let failed = Error::io("this is run by bantam itself, to start a machine");
         let received = io::stdin()
             .as_fd()
