@@ -48,6 +48,8 @@
 //! * `rustix`: ping sockets and the linger option, which the standard library lacks.
 //! * `getrandom`: query identifiers and sequence numbers that a guest's peers cannot guess.
 
+#![forbid(unsafe_code)]
+
 mod config;
 mod control;
 mod dns;

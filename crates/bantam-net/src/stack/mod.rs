@@ -14,7 +14,7 @@ mod wire;
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -150,7 +150,7 @@ impl AsFd for Stack {
     /// Readable when [`Stack::run`] has something to do. To be waited for, level-triggered; not to be
     /// read.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        borrow(&self.poll)
+        self.poll.registry().as_fd()
     }
 }
 
@@ -391,10 +391,4 @@ impl Stack {
             IpAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
         }
     }
-}
-
-#[allow(unsafe_code)]
-fn borrow(poll: &Poll) -> BorrowedFd<'_> {
-    // SAFETY: the descriptor is open for as long as `poll` is, which the result borrows.
-    unsafe { BorrowedFd::borrow_raw(poll.as_raw_fd()) }
 }

@@ -207,7 +207,9 @@ pub(super) fn move_bytes(socket: &mut Socket<'_>, host: &mut Host) -> Moved {
                 }
             }
             // Nothing follows but what is already being answered.
-            End::Names(names) if names.asked == 0 && names.output.is_empty() => {
+            End::Names(names)
+                if names.asked == 0 && names.output.is_empty() && !is_whole(names) =>
+            {
                 socket.close();
                 host.host_ended = true;
             }

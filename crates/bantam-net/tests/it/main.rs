@@ -1,0 +1,10 @@
+//! The stack with a guest of smoltcp's on one side and real sockets of this host's loopback on the
+//! other. Nothing leaves the host.
+
+mod guest;
+mod hostile;
+mod names;
+mod ports;
+mod rules;
+mod tcp;
+mod udp;
