@@ -1,10 +1,9 @@
 //! What a command expects to find in a running system. It comes after `Hello`, while
 //! the host is busy with that, and before the first command is taken.
 
-use std::fs::{File, Permissions};
-use std::io::{self, ErrorKind, Read};
+use std::fs::Permissions;
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::path::Path;
 use std::time::Duration;
 
 use bantam_protocol::Configure;
@@ -16,15 +15,12 @@ use nix::unistd::sethostname;
 
 use crate::boot::{StepFailed, mount_at};
 use crate::cgroup::{CGROUP_ROOT, CgroupRoot};
-use crate::log;
 use crate::sys::net::loopback_up;
+use crate::{etc, log, network};
 
 /// Open files a process may have; databases and servers refuse to start below 65536.
 const OPEN_FILES: u64 = 65_536;
 const OPEN_FILES_MAX: u64 = 1_048_576;
-
-/// Most bytes read of the image's `/etc/hosts`.
-const MAX_HOSTS_LEN: u64 = 1 << 20;
 
 /// Mounts and makes everything that does not depend on the host's configuration.
 ///
@@ -84,21 +80,14 @@ fn make_tmp() -> io::Result<()> {
 /// Applies what only the host knows.
 pub(crate) fn configure(configure: &Configure) {
     set_clock(configure.wall_clock_ns);
-    tolerate("/etc/machine-id", provide_machine_id());
     let hostname = configure.hostname.as_str();
     let set = sethostname(hostname);
     tolerate("host name", set.map_err(io::Error::from));
-    tolerate(
-        "/etc/hostname",
-        provide("/etc/hostname", &format!("{hostname}\n")),
-    );
-    let current = read_hosts();
-    if let Some(hosts) = hosts_with(&current, hostname) {
-        tolerate("/etc/hosts", provide("/etc/hosts", &hosts));
+    for (path, error) in etc::configure(configure) {
+        tolerate(path, Err(error));
     }
-    // It must be there; there is no name server to put in.
-    if !Path::new("/etc/resolv.conf").exists() {
-        tolerate("/etc/resolv.conf", provide("/etc/resolv.conf", ""));
+    if let Some(network) = &configure.network {
+        network::set_up(network);
     }
 }
 
@@ -109,100 +98,8 @@ pub(crate) fn set_clock(wall_clock_ns: u64) {
     tolerate("wall clock", set.map_err(io::Error::from));
 }
 
-/// Gives the machine an identity of its own, unless it has one already: its disk may keep it.
-fn provide_machine_id() -> io::Result<()> {
-    const FILE: &str = "/etc/machine-id";
-    // What images ship for first boots: nothing, an empty file, or this word.
-    match std::fs::read(FILE) {
-        Ok(id) if !matches!(id.trim_ascii(), b"" | b"uninitialized") => return Ok(()),
-        _ => {}
-    }
-    let uuid = std::fs::read_to_string("/proc/sys/kernel/random/uuid")?;
-    provide(FILE, &machine_id(&uuid))
-}
-
-/// A random UUID as machine-id(5) writes it.
-fn machine_id(uuid: &str) -> String {
-    uuid.chars()
-        .filter(char::is_ascii_hexdigit)
-        .chain(['\n'])
-        .collect()
-}
-
-fn read_hosts() -> String {
-    let mut bytes = Vec::new();
-    if let Ok(file) = File::open("/etc/hosts") {
-        let _ = file.take(MAX_HOSTS_LEN).read_to_end(&mut bytes);
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
-}
-
-/// The hosts file in which `hostname` resolves; `None` if `current` is one.
-fn hosts_with(current: &str, hostname: &str) -> Option<String> {
-    let mut hosts = current.to_owned();
-    if current.trim().is_empty() {
-        hosts = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n".to_owned();
-    }
-    let resolves = hosts
-        .lines()
-        .map(|line| line.split('#').next().unwrap_or_default())
-        .any(|line| line.split_whitespace().skip(1).any(|name| name == hostname));
-    let wanted = !resolves && !hostname.is_empty();
-    if !wanted && hosts == current {
-        return None;
-    }
-    if wanted {
-        if !hosts.ends_with('\n') {
-            hosts.push('\n');
-        }
-        hosts.push_str("127.0.1.1\t");
-        hosts.push_str(hostname);
-        hosts.push('\n');
-    }
-    Some(hosts)
-}
-
-/// Writes a file of `/etc`, which the image may lack, or have as a link to nowhere.
-fn provide(path: &str, content: &str) -> io::Result<()> {
-    match std::fs::write(path, content) {
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            match std::fs::create_dir("/etc") {
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                    std::fs::remove_file(path)?;
-                }
-                result => result?,
-            }
-            std::fs::write(path, content)
-        }
-        result => result,
-    }
-}
-
 fn tolerate(what: &str, result: io::Result<()>) {
     if let Err(error) = result {
         log(&format!("{what}: {error}"));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_machine_id_is_32_lower_case_digits() {
-        let id = machine_id("01234567-89ab-cdef-0123-456789abcdef\n");
-        assert_eq!(id, "0123456789abcdef0123456789abcdef\n");
-    }
-
-    #[test]
-    fn the_host_name_resolves_whatever_hosts_file_the_image_has() {
-        let made = hosts_with("", "box").unwrap();
-        assert!(made.contains("127.0.0.1\tlocalhost\n") && made.contains("127.0.1.1\tbox\n"));
-        let added = hosts_with("127.0.0.1 localhost", "box").unwrap();
-        assert_eq!(added, "127.0.0.1 localhost\n127.0.1.1\tbox\n");
-        let commented = hosts_with("10.0.0.1 other # box\n", "box").unwrap();
-        assert!(commented.ends_with("127.0.1.1\tbox\n"));
-        assert_eq!(hosts_with("10.0.0.1 a box b\n", "box"), None);
-        assert_eq!(hosts_with("10.0.0.1 a\n", ""), None);
     }
 }

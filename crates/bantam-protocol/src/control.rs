@@ -1,5 +1,7 @@
 //! The control stream: one for each guest, for as long as the guest lives.
 
+use std::net::IpAddr;
+
 use serde::{Deserialize, Serialize};
 
 use crate::frame::{encode_bytes, encode_value};
@@ -95,6 +97,26 @@ pub struct Configure {
     pub hostname: String,
     /// The wall clock: nanoseconds since 1970-01-01 00:00 UTC.
     pub wall_clock_ns: u64,
+    /// How to set up the network card, if there is one.
+    pub network: Option<GuestNetwork>,
+}
+
+/// The guest's place in its network. The card itself says its Ethernet address and its MTU.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestNetwork {
+    /// The guest's addresses, each with the length of its prefix in bits.
+    pub addresses: Vec<(IpAddr, u8)>,
+    /// Where everything else is reached; at most one of each family.
+    pub gateways: Vec<IpAddr>,
+    /// Name servers, for `/etc/resolv.conf`.
+    pub name_servers: Vec<IpAddr>,
+    /// Search domains, for `/etc/resolv.conf`.
+    pub search: Vec<String>,
+    /// Names that resolve without a name server, for `/etc/hosts`.
+    pub hosts: Vec<(IpAddr, String)>,
+    /// Packets for 127.0.0.1 may come from the card: ports of the host lead to servers that listen
+    /// only there.
+    pub route_loopback: bool,
 }
 
 impl HostControl {

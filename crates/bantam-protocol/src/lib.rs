@@ -25,7 +25,7 @@ mod frame;
 mod stats;
 mod tree;
 
-pub use control::{BootTimings, Configure, GuestControl, Hello, HostControl};
+pub use control::{BootTimings, Configure, GuestControl, GuestNetwork, Hello, HostControl};
 pub use error::Error;
 pub use exec::{
     ExecRequest, Exit, ExitStatus, FileFailure, FileFailureKind, FileInfo, GuestExec, HostExec,
@@ -36,7 +36,7 @@ pub use stats::{DiskUse, GuestStats};
 pub use tree::{ReadTree, TreePlace, TreeSummary, WriteTree};
 
 /// The version both sides must agree on; a change to any message changes it.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// The vsock port on which the host waits for the guest's control stream.
 pub const HOST_CONTROL_PORT: u32 = 1024;

@@ -2,13 +2,14 @@
 #![allow(clippy::unwrap_used)]
 
 use std::io::Cursor;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 use bantam_protocol::{
     BootTimings, Configure, Decoder, DiskUse, Error, ExecRequest, Exit, ExitStatus, FileFailure,
-    FileFailureKind, FileInfo, Frame, FrameHeader, GuestControl, GuestExec, GuestStats, Hello,
-    HostControl, HostExec, Kind, MAX_DATA_LEN, MAX_MESSAGE_LEN, MAX_REQUEST_LEN, MAX_TEXT_LEN,
-    ReadFile, ReadTree, Size, StartFailed, StartFailedKind, TreePlace, TreeSummary, WriteFile,
-    WriteTree, clip_text, read_frame, write_frame,
+    FileFailureKind, FileInfo, Frame, FrameHeader, GuestControl, GuestExec, GuestNetwork,
+    GuestStats, Hello, HostControl, HostExec, Kind, MAX_DATA_LEN, MAX_MESSAGE_LEN, MAX_REQUEST_LEN,
+    MAX_TEXT_LEN, ReadFile, ReadTree, Size, StartFailed, StartFailedKind, TreePlace, TreeSummary,
+    WriteFile, WriteTree, clip_text, read_frame, write_frame,
 };
 use proptest::collection::vec;
 use proptest::option;
@@ -226,6 +227,22 @@ fn every_other_message_survives_the_wire() {
         HostControl::Configure(Configure {
             hostname: "box".into(),
             wall_clock_ns: 1_700_000_000_000_000_000,
+            network: None,
+        }),
+        HostControl::Configure(Configure {
+            hostname: String::new(),
+            wall_clock_ns: 0,
+            network: Some(GuestNetwork {
+                addresses: vec![
+                    (Ipv4Addr::new(10, 0, 0, 2).into(), 30),
+                    (Ipv6Addr::LOCALHOST.into(), 64),
+                ],
+                gateways: vec![Ipv4Addr::new(10, 0, 0, 1).into()],
+                name_servers: vec![Ipv4Addr::new(10, 0, 0, 1).into()],
+                search: vec!["example.org".into()],
+                hosts: vec![(Ipv4Addr::LOCALHOST.into(), "host".into())],
+                route_loopback: true,
+            }),
         }),
         HostControl::Shutdown { grace_ms: 2_000 },
         HostControl::SetClock {

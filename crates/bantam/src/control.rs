@@ -5,7 +5,9 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use bantam_protocol::{Configure, Frame, GuestControl, Hello, HostControl, PROTOCOL_VERSION};
+use bantam_protocol::{
+    Configure, Frame, GuestControl, GuestNetwork, Hello, HostControl, PROTOCOL_VERSION,
+};
 use bantam_virtio::vsock::VsockListener;
 use bantam_vmm::{Phase, Timeline};
 
@@ -35,6 +37,7 @@ impl Control {
         listener: &VsockListener,
         timeout: Duration,
         hostname: &str,
+        network: Option<GuestNetwork>,
         timeline: &Timeline,
     ) -> Result<Self, HelloError> {
         // A timeout beyond what the clock can tell is none.
@@ -77,15 +80,16 @@ impl Control {
             hello,
         };
         control
-            .configure(hostname)
+            .configure(hostname, network)
             .map_err(|error| HelloError::Failed(format!("the agent hung up: {error}")))?;
         Ok(control)
     }
 
-    fn configure(&mut self, hostname: &str) -> std::io::Result<()> {
+    fn configure(&mut self, hostname: &str, network: Option<GuestNetwork>) -> std::io::Result<()> {
         let message = HostControl::Configure(Configure {
             hostname: hostname.to_owned(),
             wall_clock_ns: wall_clock_ns(),
+            network,
         });
         self.send(&message)
     }

@@ -63,7 +63,7 @@ impl Local {
             Ok(())
         })?;
         let listener = listener.ok_or_else(|| Error::Protocol("no control listener".into()))?;
-        match Control::accept(&listener, boot.timeout, boot.hostname, timeline) {
+        match Control::accept(&listener, boot.timeout, boot.hostname, None, timeline) {
             Ok(control) => Ok(Arc::new(Self::new(vm, control))),
             Err(HelloError::Library(error)) => Err(error),
             Err(HelloError::Failed(reason)) => Err(boot_error(&vm, reason)),
