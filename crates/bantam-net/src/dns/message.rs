@@ -75,7 +75,12 @@ fn name(packet: &DnsPacket<&[u8]>, bytes: &[u8]) -> Option<String> {
         if !text.is_empty() {
             text.push('.');
         }
-        text.push_str(std::str::from_utf8(label.ok()?).ok()?);
+        let label = label.ok()?;
+        // A dot in a label would make it look like two.
+        if label.contains(&b'.') {
+            return None;
+        }
+        text.push_str(std::str::from_utf8(label).ok()?);
         if text.len() > crate::MAX_NAME {
             return None;
         }

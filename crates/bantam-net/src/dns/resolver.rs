@@ -41,8 +41,14 @@ pub(crate) enum Origin {
 pub(crate) struct Answer {
     pub(crate) origin: Origin,
     pub(crate) bytes: Vec<u8>,
-    /// The name that was asked for, and the addresses it has.
-    pub(crate) learned: Option<(Arc<str>, Vec<(IpAddr, Duration)>)>,
+    pub(crate) learned: Option<Learned>,
+}
+
+/// What an answer said of a name.
+pub(crate) struct Learned {
+    pub(crate) name: Arc<str>,
+    /// Its addresses, and for how long it has them.
+    pub(crate) addresses: Vec<(IpAddr, Duration)>,
 }
 
 struct Pending {
@@ -163,7 +169,10 @@ impl Resolver {
                     .name
                     .as_deref()
                     .filter(|_| !addresses.is_empty())
-                    .map(|name| (Arc::from(name), addresses));
+                    .map(|name| Learned {
+                        name: Arc::from(name),
+                        addresses,
+                    });
                 message::set_id(&mut bytes, pending.query.id);
                 Some(Answer {
                     origin: pending.origin,

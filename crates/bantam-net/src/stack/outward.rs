@@ -214,9 +214,9 @@ impl Stack {
 
     /// Gives the guest an answer, and remembers what it says.
     pub(super) fn give_answer(&mut self, answer: Answer, now: Instant) {
-        if let Some((name, addresses)) = &answer.learned {
-            for (address, ttl) in addresses {
-                self.names.learn(name, *address, *ttl, now);
+        if let Some(learned) = &answer.learned {
+            for (address, ttl) in &learned.addresses {
+                self.names.learn(&learned.name, *address, *ttl, now);
             }
         }
         match answer.origin {

@@ -334,6 +334,8 @@ fn to_guest(socket: &mut Socket<'_>, host: &mut Host) -> (bool, bool) {
 /// Whether a connection is done with.
 pub(super) fn is_over(socket: &mut Socket<'_>, host: &mut Host) -> bool {
     match socket.state() {
+        // The guest reset the connection before it stood (RFC 9293 §3.10.7.4 goes back to LISTEN).
+        State::Listen => true,
         // Nothing is lost on this link, so nobody will ask again for the last acknowledgement.
         State::TimeWait => matches!(host.end, End::Dead) || host.guest_ended,
         State::Closed => {

@@ -47,7 +47,7 @@ impl Reassembly {
         now: Instant,
     ) -> Option<Vec<u8>> {
         let end = offset + piece.len();
-        if piece.is_empty() || end > MAX_DATAGRAM || (more && piece.len() % 8 != 0) {
+        if piece.is_empty() || end > MAX_DATAGRAM || (more && !piece.len().is_multiple_of(8)) {
             return None;
         }
         self.partials
