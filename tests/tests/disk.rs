@@ -105,8 +105,8 @@ fn stop(machine: &Machine) {
 }
 
 #[test]
-fn what_is_written_is_there_after_a_stop_and_a_new_start() {
-    let test = "what_is_written_is_there_after_a_stop_and_a_new_start";
+fn what_is_written_to_a_disk_is_there_after_a_stop_and_a_new_start() {
+    let test = "what_is_written_to_a_disk_is_there_after_a_stop_and_a_new_start";
     let Some(bench) = Bench::new(test, 1) else {
         return;
     };
@@ -190,8 +190,8 @@ fn a_stop_leaves_a_disk_in_which_e2fsck_finds_nothing_whatever_was_going_on() {
 }
 
 #[test]
-fn after_a_kill_what_was_synced_is_there() {
-    let Some(bench) = Bench::new("after_a_kill_what_was_synced_is_there", 1) else {
+fn after_a_kill_the_disk_has_what_was_synced() {
+    let Some(bench) = Bench::new("after_a_kill_the_disk_has_what_was_synced", 1) else {
         return;
     };
     for round in 0..3 {
@@ -318,8 +318,8 @@ fn a_disk_that_is_damaged_or_none_is_named_in_the_error() {
 }
 
 #[test]
-fn deleting_gives_the_host_its_room_back() {
-    let Some(bench) = Bench::new("deleting_gives_the_host_its_room_back", 4) else {
+fn deleting_from_a_disk_gives_the_host_its_room_back() {
+    let Some(bench) = Bench::new("deleting_from_a_disk_gives_the_host_its_room_back", 4) else {
         return;
     };
     let machine = bench.start();
