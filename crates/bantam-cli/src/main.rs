@@ -10,6 +10,7 @@ mod image;
 mod machine;
 mod progress;
 mod show;
+mod signals;
 mod terminal;
 mod vmm;
 

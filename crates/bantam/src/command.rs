@@ -122,17 +122,7 @@ impl Exec {
     /// [`Error::Start`] if it cannot be started, [`Error::MachineDied`] if the machine ends
     /// before the command does. A command that fails or times out is no error.
     pub fn output(self) -> Result<Output, Error> {
-        let mut stdout = Capped::new(self.max_output);
-        let mut stderr = Capped::new(self.max_output);
-        let finished = self.pipe(&mut stdout, &mut stderr)?;
-        Ok(Output {
-            status: finished.status,
-            truncated: stdout.truncated() || stderr.truncated(),
-            stdout: stdout.bytes,
-            stderr: stderr.bytes,
-            stdout_bytes: finished.stdout_bytes,
-            stderr_bytes: finished.stderr_bytes,
-        })
+        self.start()?.output()
     }
 
     /// Runs the command and passes on what it writes as it comes, in bounded memory. A writer
@@ -145,19 +135,23 @@ impl Exec {
         self.start()?.pipe(stdout, stderr)
     }
 
-    /// Starts the command. Its output waits in the guest until [`Running::pipe`] passes it on;
-    /// a handle to signal it can be had before that.
+    /// Starts the command. Its output waits in the guest until [`Running::pipe`] or [`Running::output`]
+    /// takes it; a handle to signal it can be had before that.
     ///
     /// # Errors
     /// As [`Exec::output`].
     pub fn start(mut self) -> Result<Running, Error> {
         let input = std::mem::replace(&mut self.input, Input::Null);
         let has_input = matches!(input, Input::Reader(_));
+        let max_output = self.max_output;
         let started = self.begin(has_input)?;
         if let Input::Reader(reader) = input {
             started.feed(reader)?;
         }
-        Ok(Running(started))
+        Ok(Running {
+            started,
+            max_output,
+        })
     }
 
     /// Starts the command; its streams are in the result, as with [`std::process::Child`].
@@ -251,7 +245,10 @@ impl Exec {
 
 /// A command that runs, without a thread of its own. Dropping it kills everything it started.
 #[must_use = "dropping it kills the command"]
-pub struct Running(Started);
+pub struct Running {
+    started: Started,
+    max_output: u64,
+}
 
 impl std::fmt::Debug for Running {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -265,13 +262,13 @@ impl Running {
     /// Its process id in the guest.
     #[must_use]
     pub fn id(&self) -> u32 {
-        self.0.pid()
+        self.started.pid()
     }
 
     /// A handle to signal or kill it with, from any thread, while this one waits.
     #[must_use]
     pub fn handle(&self) -> ChildHandle {
-        ChildHandle::new(self.0.sender())
+        ChildHandle::new(self.started.sender())
     }
 
     /// Passes on what it writes as it comes, until it has ended, as [`Exec::pipe`].
@@ -280,6 +277,24 @@ impl Running {
     /// [`Error::MachineDied`] if the machine ends first; [`Error::Io`] if a writer fails, in
     /// which case the command is killed.
     pub fn pipe(self, stdout: &mut dyn Write, stderr: &mut dyn Write) -> Result<Finished, Error> {
-        self.0.pump(stdout, stderr)
+        self.started.pump(stdout, stderr)
+    }
+
+    /// Collects what it writes until it has ended, as [`Exec::output`].
+    ///
+    /// # Errors
+    /// [`Error::MachineDied`] if the machine ends first.
+    pub fn output(self) -> Result<Output, Error> {
+        let mut stdout = Capped::new(self.max_output);
+        let mut stderr = Capped::new(self.max_output);
+        let finished = self.pipe(&mut stdout, &mut stderr)?;
+        Ok(Output {
+            status: finished.status,
+            truncated: stdout.truncated() || stderr.truncated(),
+            stdout: stdout.bytes,
+            stderr: stderr.bytes,
+            stdout_bytes: finished.stdout_bytes,
+            stderr_bytes: finished.stderr_bytes,
+        })
     }
 }

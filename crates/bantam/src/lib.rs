@@ -70,7 +70,7 @@ pub use home::Home;
 pub use images::Images;
 pub use machine::{Machine, Report};
 pub use machines::{
-    Changes, LogOptions, MachineInfo, MachineName, MachineState, Machines, Stopped, Stopper,
-    VmmProcess,
+    Changes, LogOptions, MachineInfo, MachineName, MachineState, MachineStats, Machines, Stopped,
+    Stopper, VmmProcess,
 };
 pub use status::{Finished, Output, Status};

@@ -39,8 +39,12 @@ pub(crate) enum MachineCommand {
     Ls(LsArgs),
     /// Show how a machine is
     Status(StatusArgs),
+    /// Show what a machine and its process use
+    Stats(StatusArgs),
     /// Show what a machine's workload wrote
     Logs(LogsArgs),
+    /// Copy files between here and a running machine: NAME:/PATH is there, - a tar stream
+    Cp(CpArgs),
     /// Change a machine that is stopped
     Update(Box<UpdateArgs>),
     /// Print the directory in which a machine is kept
@@ -56,7 +60,7 @@ impl MachineCommand {
             Self::Run(args) => args.output.json,
             Self::Exec(args) => args.output.json,
             Self::Ls(args) => args.json,
-            Self::Status(args) => args.json,
+            Self::Status(args) | Self::Stats(args) => args.json,
             _ => false,
         }
     }
@@ -356,6 +360,24 @@ pub(crate) struct LogsArgs {
     /// Only the last so many lines
     #[arg(long, value_name = "N")]
     pub(crate) tail: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+A directory is copied with all that is in it: to a new DST, or into a DST that is a directory;
+SRC/. copies what is in SRC. With - as DST a tar archive goes to standard output, with - as SRC one
+is read from standard input and unpacked in the directory DST.")]
+pub(crate) struct CpArgs {
+    /// Keep numeric owners and set-user-ID bits (on this side, that takes root)
+    #[arg(short, long)]
+    pub(crate) archive: bool,
+    /// If SRC is a symbolic link, copy what it leads to
+    #[arg(short = 'L', long)]
+    pub(crate) follow_link: bool,
+    /// What to copy: PATH, NAME:/PATH, or - for a tar archive
+    pub(crate) source: OsString,
+    /// Where to: PATH, NAME:/PATH, or - for a tar archive
+    pub(crate) destination: OsString,
 }
 
 #[derive(Debug, Args)]

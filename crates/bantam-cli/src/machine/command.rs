@@ -8,6 +8,7 @@ use bantam::{Exec, Output, Status};
 
 use super::args::{CommandArgs, ContextArgs, OutputArgs};
 use crate::failure::Failure;
+use crate::signals::Forwarding;
 use crate::terminal;
 
 /// What was set for a command, checked before a machine is started for it.
@@ -77,10 +78,18 @@ pub(super) fn perform(
     if args.interactive {
         exec = exec.stdin_reader(io::stdin());
     }
+    let running = exec.max_output(output.max_output).start()?;
+    let _forwarding = Forwarding::start(running.handle()).map_err(|source| {
+        Failure::Library(bantam::Error::Io {
+            what: "cannot watch for signals",
+            source,
+        })
+    })?;
     if output.json {
-        return Ok(Done::Kept(exec.max_output(output.max_output).output()?));
+        return Ok(Done::Kept(running.output()?));
     }
-    exec.pipe(&mut io::stdout().lock(), &mut io::stderr())
+    running
+        .pipe(&mut io::stdout().lock(), &mut io::stderr())
         .map(|finished| Done::Passed(finished.status))
         .map_err(output_failure)
 }

@@ -2,11 +2,13 @@
 
 mod args;
 mod command;
+mod cp;
 mod later;
 mod lifecycle;
 mod list;
 mod result;
 mod run;
+mod stats;
 
 use std::ffi::OsStr;
 use std::time::Instant;
@@ -35,6 +37,8 @@ pub(crate) fn machine(global: &Global, command: MachineCommand) -> Outcome {
         MachineCommand::Shell(args) => shell(global, &args),
         MachineCommand::Ls(args) => list::ls(global, &args),
         MachineCommand::Status(args) => list::status(global, &args),
+        MachineCommand::Stats(args) => stats::stats(global, &args),
+        MachineCommand::Cp(args) => cp::cp(global, &args),
         MachineCommand::Logs(args) => list::logs(global, &args),
         MachineCommand::DataDir(args) => list::data_dir(global, &args),
         MachineCommand::Later(later) => Err(later.refusal()),

@@ -20,6 +20,7 @@ mod log;
 mod name;
 mod record;
 mod start;
+mod stats;
 mod vmm;
 
 use std::io::Write;
@@ -37,6 +38,7 @@ use self::ipc::{Reply, Request, RunningStatus};
 pub use self::log::LogOptions;
 pub use self::name::MachineName;
 use self::record::{Record, pin_owner};
+pub use self::stats::MachineStats;
 pub use self::vmm::{Stopper, VmmProcess};
 use crate::machine::Facts;
 use crate::spec::Spec;
@@ -313,6 +315,22 @@ impl Machines {
         dir.record()?;
         let runs = || running(&dir).is_ok_and(|running| running.is_some());
         log::copy(&dir.output(), options, runs, out)
+    }
+
+    /// What a running machine uses.
+    ///
+    /// # Errors
+    /// As [`Machines::connect`] and [`Machine::stats`].
+    pub fn stats(&self, name: &MachineName) -> Result<MachineStats, Error> {
+        let dir = self.dir(name);
+        let guest = self.connect(name)?.stats()?;
+        let Some(running) = running(&dir)? else {
+            return Err(Error::NotRunning {
+                name: name.to_string(),
+                state: MachineState::Stopped.name().to_owned(),
+            });
+        };
+        Ok(stats::of_process(running.pid, &dir.disk(), guest))
     }
 
     /// The directory of a machine.
