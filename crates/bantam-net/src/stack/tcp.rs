@@ -19,11 +19,11 @@ use crate::slab::Slab;
 
 /// Bytes of each of a connection's two buffers, which are its largest window, while there are few
 /// connections.
-const BUFFER: usize = 512 << 10;
+const BUFFER: usize = 256 << 10;
 /// The same while there are more than [`FEW`]: at most 4096 connections hold 512 MiB, if all of their
 /// ends stand still.
 const SMALL_BUFFER: usize = 64 << 10;
-const FEW: usize = 128;
+const FEW: usize = 256;
 /// For how long the guest may take to answer our SYN or our SYN-ACK.
 const HANDSHAKE: WireDuration = WireDuration::from_secs(20);
 /// For how long the host's connect may take.

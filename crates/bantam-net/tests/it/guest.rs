@@ -78,6 +78,8 @@ pub(crate) struct Guest {
     pub(crate) addresses: Addresses,
     /// Frames the guest takes; `usize::MAX` normally.
     pub(crate) takes: usize,
+    /// CPU time spent in the stack.
+    pub(crate) inside: Duration,
     /// Longest frame it got.
     pub(crate) longest: usize,
     start: Instant,
@@ -135,6 +137,7 @@ impl Guest {
             interface,
             addresses,
             takes: usize::MAX,
+            inside: Duration::ZERO,
             longest: 0,
             start: Instant::now(),
             next_port: 40_000,
@@ -149,6 +152,7 @@ impl Guest {
     pub(crate) fn step(&mut self) -> Duration {
         let now = self.now();
         self.interface.poll(now, &mut self.card, &mut self.sockets);
+        let start = cpu_time();
         let mut info = FrameInfo::default();
         if self.card.offloads.checksum {
             info.checksum = Checksum::Partial {
@@ -182,6 +186,7 @@ impl Guest {
                 break;
             }
         }
+        self.inside += cpu_time().saturating_sub(start);
         if taken > 0 {
             pause = Some(Duration::ZERO);
         }
@@ -332,6 +337,12 @@ impl Guest {
     pub(crate) fn host6(&self, port: u16) -> SocketAddr {
         (self.addresses.gateway_v6, port).into()
     }
+}
+
+/// CPU time of this thread.
+fn cpu_time() -> Duration {
+    use rustix::time::{ClockId, clock_gettime};
+    clock_gettime(ClockId::ThreadCPUTime).try_into().unwrap()
 }
 
 /// What a driver may rely on.

@@ -275,7 +275,7 @@ fn altered_frames_of_a_real_conversation_do_no_harm() {
         let host = guest.host(port);
         let resolver = guest.host(53);
         let mut sockets = Vec::new();
-        for turn in 0..400 {
+        for turn in 0..400_u32 {
             if turn % 20 == 0 {
                 sockets.push(guest.connect_with(host, 4096));
                 sockets.push(guest.connect_with(resolver, 4096));
