@@ -122,3 +122,56 @@ impl AsFd for Control {
         self.connection.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    /// Orders of a host that sends `messages` and stays.
+    fn order_after(messages: &[HostControl], set_clock: fn(u64)) -> Option<Order> {
+        let (mut host, guest) = UnixStream::pair().unwrap();
+        guest.set_nonblocking(true).unwrap();
+        for message in messages {
+            host.write_all(&message.encode().unwrap()).unwrap();
+        }
+        Control::new(guest.into(), |_| (), set_clock).take_order(&mut [0; 4096])
+    }
+
+    #[test]
+    fn the_clock_is_set_as_often_as_it_is_sent_and_nothing_else_happens() {
+        static SUM: AtomicU64 = AtomicU64::new(0);
+        let set_clock = |now| {
+            SUM.fetch_add(now, Ordering::Relaxed);
+        };
+        let at = |wall_clock_ns| HostControl::SetClock { wall_clock_ns };
+        assert_eq!(order_after(&[at(40), at(2)], set_clock), None);
+        assert_eq!(SUM.load(Ordering::Relaxed), 42);
+        let shutdown = HostControl::Shutdown { grace_ms: 7 };
+        let order = order_after(&[at(1), shutdown, at(1_000)], set_clock);
+        let grace = Duration::from_millis(7);
+        assert_eq!(order, Some(Order::Shutdown { grace }));
+        assert_eq!(
+            SUM.load(Ordering::Relaxed),
+            43,
+            "after the end comes nothing"
+        );
+    }
+
+    #[test]
+    fn a_host_that_is_gone_or_not_understood_wants_the_end() {
+        let (host, guest) = UnixStream::pair().unwrap();
+        guest.set_nonblocking(true).unwrap();
+        drop(host);
+        let mut control = Control::new(guest.into(), |_| (), |_| ());
+        assert_eq!(control.take_order(&mut [0; 4096]), Some(NOW));
+        let (mut host, guest) = UnixStream::pair().unwrap();
+        guest.set_nonblocking(true).unwrap();
+        host.write_all(b"not a frame").unwrap();
+        let mut control = Control::new(guest.into(), |_| (), |_| ());
+        assert_eq!(control.take_order(&mut [0; 4096]), Some(NOW));
+    }
+}
