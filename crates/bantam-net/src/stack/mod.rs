@@ -88,6 +88,8 @@ pub struct Stack {
     reassembly: Reassembly,
     listeners: Vec<Listener>,
     swept: Instant,
+    /// A port could not accept; the next sweep tries again.
+    accept_later: bool,
     /// Frames reported as dropped so far.
     dropped: usize,
 }
@@ -138,6 +140,7 @@ pub fn open(config: &Config) -> Result<(Network, Stack)> {
         listeners: Vec::new(),
         poll,
         swept: now,
+        accept_later: false,
         dropped: 0,
     };
     for one in bound {
@@ -275,8 +278,8 @@ impl Stack {
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        let sweep = (self.tcp.flows.len() > 0 || self.datagrams.flows.len() > 0)
-            .then(|| self.swept + SWEEP);
+        let flows = self.tcp.flows.len() > 0 || self.datagrams.flows.len() > 0;
+        let sweep = (flows || self.accept_later).then(|| self.swept + SWEEP);
         [self.tcp.deadline(), self.resolver.deadline(), sweep]
             .into_iter()
             .flatten()
@@ -288,6 +291,11 @@ impl Stack {
             return;
         }
         self.swept = now;
+        if std::mem::take(&mut self.accept_later) {
+            for index in 0..self.listeners.len() {
+                self.accept(index, now);
+            }
+        }
         let registry = self.poll.registry();
         self.datagrams.expire(registry, now);
         for id in self.tcp.idle(now) {
@@ -350,13 +358,18 @@ impl Stack {
                     let guest = listener.guest;
                     self.open_inward(guest, client, stream, now);
                 }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    // Out of descriptors, it is asked again when something happens.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     listener.waiting = false;
-                    if error.kind() != io::ErrorKind::WouldBlock {
-                        tracing::debug!(%error, "accepting a connection to a port");
-                    }
+                    return;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // The client has gone again.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) => {
+                    // Out of descriptors; to be tried again, but not at once.
+                    tracing::debug!(%error, "accepting a connection to a port");
+                    listener.waiting = false;
+                    self.accept_later = true;
                     return;
                 }
             }

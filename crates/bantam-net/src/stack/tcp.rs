@@ -17,12 +17,11 @@ use super::pump::{self, Host};
 use super::wire::Wire;
 use crate::slab::Slab;
 
-/// Bytes of each of a connection's two buffers, which are its largest window, while there are few
+/// Bytes of each of a connection's two buffers, which are its largest windows, while there are few
 /// connections.
 const BUFFER: usize = 256 << 10;
-/// The same while there are more than [`FEW`]: at most 4096 connections hold 512 MiB, if all of their
-/// ends stand still.
-const SMALL_BUFFER: usize = 64 << 10;
+/// The same from the [`FEW`]th on. 4096 connections whose ends all stand still hold 370 MiB.
+const SMALL_BUFFER: usize = 32 << 10;
 const FEW: usize = 256;
 /// For how long the guest may take to answer our SYN or our SYN-ACK.
 const HANDSHAKE: WireDuration = WireDuration::from_secs(20);
