@@ -113,6 +113,8 @@ pub struct VmConfig {
     pub guest: GuestKernel,
     /// Disks in guest order.
     pub disks: Vec<Disk>,
+    /// Its network card, if it has one, and what is behind that.
+    pub network: Option<bantam_net::Config>,
     /// Which engine may run it.
     pub engine: EngineChoice,
     /// Words appended to the kernel's command line.
@@ -191,6 +193,7 @@ mod tests {
                 initramfs: "/nonexistent/initramfs".into(),
             },
             disks: Vec::new(),
+            network: None,
             engine: EngineChoice::Auto,
             extra_cmdline: None,
         }

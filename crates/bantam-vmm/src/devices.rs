@@ -1,10 +1,13 @@
 //! The devices of a machine, the same for every engine.
 
+use bantam_net::Network;
 use bantam_virtio::VirtioDevice;
 use bantam_virtio::block::BlockDevice;
+use bantam_virtio::net::NetDevice;
 use bantam_virtio::rng::RngDevice;
 use bantam_virtio::vsock::{Vsock, VsockDevice};
 
+use crate::network::StackBackend;
 use crate::{VmConfig, VmmError};
 
 /// The guest's vsock address. Machines do not see each other, so all may have the same.
@@ -15,6 +18,7 @@ const GUEST_CID: u32 = 3;
 pub(crate) enum DeviceKind {
     Block,
     Vsock,
+    Net,
     Rng,
 }
 
@@ -23,17 +27,25 @@ impl DeviceKind {
         match self {
             Self::Block => "block",
             Self::Vsock => "vsock",
+            Self::Net => "net",
             Self::Rng => "rng",
         }
     }
+}
+
+/// The host's ends of devices.
+pub(crate) struct Handles {
+    pub(crate) vsock: Vsock,
+    pub(crate) network: Option<Network>,
 }
 
 /// The closed list of a machine's devices, in guest order.
 pub(crate) struct DeviceSet(Vec<(DeviceKind, Box<dyn VirtioDevice>)>);
 
 impl DeviceSet {
-    /// Builds every device that `config` asks for.
-    pub(crate) fn build(config: &VmConfig) -> Result<(Self, Vsock), VmmError> {
+    /// Builds every device that `config` asks for. Ports of the host that lead to the machine are
+    /// taken from now on.
+    pub(crate) fn build(config: &VmConfig) -> Result<(Self, Handles), VmmError> {
         let (vsock_device, vsock) =
             VsockDevice::new(GUEST_CID).map_err(VmmError::device("vsock"))?;
         let mut devices: Vec<(DeviceKind, Box<dyn VirtioDevice>)> = Vec::new();
@@ -48,8 +60,16 @@ impl DeviceSet {
             devices.push((DeviceKind::Block, Box::new(block)));
         }
         devices.push((DeviceKind::Vsock, Box::new(vsock_device)));
+        let mut network = None;
+        if let Some(config) = &config.network {
+            let (handle, stack) = bantam_net::open(config)?;
+            let backend = Box::new(StackBackend(stack));
+            let card = NetDevice::new(backend, config.addresses.guest_mac, config.mtu);
+            devices.push((DeviceKind::Net, Box::new(card)));
+            network = Some(handle);
+        }
         devices.push((DeviceKind::Rng, Box::new(RngDevice::new())));
-        Ok((Self(devices), vsock))
+        Ok((Self(devices), Handles { vsock, network }))
     }
 
     pub(crate) fn into_devices(self) -> impl Iterator<Item = (DeviceKind, Box<dyn VirtioDevice>)> {

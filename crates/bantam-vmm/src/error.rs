@@ -61,6 +61,9 @@ pub enum VmmError {
         /// Why.
         reason: String,
     },
+    /// The machine's network cannot be had: a rule, a setting, or a port of the host that is taken.
+    #[error("network: {0}")]
+    Network(#[from] bantam_net::Error),
     /// An operating system call failed.
     #[error("{what}")]
     Io {

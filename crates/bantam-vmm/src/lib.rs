@@ -22,6 +22,7 @@ mod error;
 mod inherited;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod native;
+mod network;
 mod timeline;
 mod vm;
 

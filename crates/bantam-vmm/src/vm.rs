@@ -4,10 +4,11 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use bantam_net::Network;
 use bantam_virtio::vsock::Vsock;
 
 use crate::console::ConsoleLog;
-use crate::devices::DeviceSet;
+use crate::devices::{DeviceSet, Handles};
 use crate::engine::{EngineKind, probe_engines};
 use crate::{Timeline, VmConfig, VmmError};
 
@@ -92,6 +93,7 @@ pub(crate) struct StartContext {
 pub struct Vm {
     engine: EngineKind,
     vsock: Vsock,
+    network: Option<Network>,
     console: ConsoleLog,
     exit: ExitLatch,
     machine: Box<dyn Kill>,
@@ -119,7 +121,7 @@ impl Vm {
     ) -> Result<Self, VmmError> {
         config.check()?;
         let engine = probe_engines().select(config.engine)?;
-        let (devices, vsock) = DeviceSet::build(config)?;
+        let (devices, Handles { vsock, network }) = DeviceSet::build(config)?;
         prepare(&vsock).map_err(VmmError::device("vsock"))?;
         let console = ConsoleLog::new();
         let exit = ExitLatch::default();
@@ -133,6 +135,7 @@ impl Vm {
         Ok(Self {
             engine,
             vsock,
+            network,
             console,
             exit,
             machine: running.machine,
@@ -150,6 +153,12 @@ impl Vm {
     #[must_use]
     pub fn vsock(&self) -> &Vsock {
         &self.vsock
+    }
+
+    /// The network behind the machine's card, if it has one.
+    #[must_use]
+    pub fn network(&self) -> Option<&Network> {
+        self.network.as_ref()
     }
 
     /// The tail of the guest's console.

@@ -15,17 +15,27 @@ const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resour
 /// The RTC is there because a kernel that finds none waits for it for a second.
 const MACHINE: &str = "microvm,x-option-roms=off,rtc=on,isa-serial=on,acpi=off,memory-backend=ram";
 
+/// How QEMU gets the socket of a device.
+pub(super) enum Socket {
+    Inherited(RawFd),
+    /// It connects to this name in the abstract namespace.
+    Named(String),
+}
+
 /// The descriptors that QEMU inherits, under their own numbers: all that it may touch.
 pub(super) struct Inherited {
     pub(super) kernel: RawFd,
     pub(super) initramfs: RawFd,
     /// One vhost-user socket per device, in guest order.
-    pub(super) devices: Vec<(DeviceKind, RawFd)>,
+    pub(super) devices: Vec<(DeviceKind, Socket)>,
 }
 
 impl Inherited {
     pub(super) fn all(&self) -> Vec<RawFd> {
-        let devices = self.devices.iter().map(|(_, fd)| *fd);
+        let devices = self.devices.iter().filter_map(|(_, socket)| match socket {
+            Socket::Inherited(fd) => Some(*fd),
+            Socket::Named(_) => None,
+        });
         [self.kernel, self.initramfs]
             .into_iter()
             .chain(devices)
@@ -52,9 +62,20 @@ pub(super) fn build(config: &VmConfig, inherited: &Inherited) -> Vec<OsString> {
     // The console is QEMU's serial port on this engine: its vhost-user has no console.
     push(&["-chardev", "stdio,id=console,signal=off"]);
     push(&["-serial", "chardev:console"]);
-    for (index, (kind, fd)) in inherited.devices.iter().enumerate() {
-        push(&["-chardev", &format!("socket,id=c{index},fd={fd}")]);
-        push(&["-device", &format!("{},chardev=c{index}", front_end(*kind))]);
+    for (index, (kind, socket)) in inherited.devices.iter().enumerate() {
+        let socket = match socket {
+            Socket::Inherited(fd) => format!("fd={fd}"),
+            Socket::Named(name) => format!("path={name},abstract=on,tight=on"),
+        };
+        push(&["-chardev", &format!("socket,id=c{index},{socket}")]);
+        match (kind, &config.network) {
+            (DeviceKind::Net, Some(network)) => {
+                let netdev = format!("vhost-user,id=n{index},chardev=c{index}");
+                push(&["-netdev", &netdev]);
+                push(&["-device", &card(network, index)]);
+            }
+            _ => push(&["-device", &format!("{},chardev=c{index}", front_end(*kind))]),
+        }
     }
     let khz = tsc::khz();
     // Loops per jiffy at 100 Hz; without it every further CPU measures its own.
@@ -66,10 +87,24 @@ pub(super) fn build(config: &VmConfig, inherited: &Inherited) -> Vec<OsString> {
     args
 }
 
+/// The card's configuration is QEMU's to keep: it does not ask us.
+fn card(network: &bantam_net::Config, netdev: usize) -> String {
+    let mac = network
+        .addresses
+        .guest_mac
+        .map(|byte| format!("{byte:02x}"));
+    format!(
+        "virtio-net-device,netdev=n{netdev},mac={},host_mtu={}",
+        mac.join(":"),
+        network.mtu
+    )
+}
+
 fn front_end(kind: DeviceKind) -> &'static str {
     match kind {
         DeviceKind::Block => "vhost-user-blk,num-queues=1",
         DeviceKind::Vsock => "vhost-user-vsock-device",
+        DeviceKind::Net => "virtio-net-device",
         DeviceKind::Rng => "vhost-user-rng",
     }
 }
@@ -89,13 +124,18 @@ mod tests {
                 initramfs: "/i".into(),
             },
             disks: Vec::new(),
+            network: Some(bantam_net::Config::default()),
             engine: EngineChoice::Auto,
             extra_cmdline: Some("loglevel=7".to_owned()),
         };
         let inherited = Inherited {
             kernel: 3,
             initramfs: 4,
-            devices: vec![(DeviceKind::Block, 7), (DeviceKind::Vsock, 9)],
+            devices: vec![
+                (DeviceKind::Block, Socket::Inherited(7)),
+                (DeviceKind::Vsock, Socket::Inherited(9)),
+                (DeviceKind::Net, Socket::Named("name".to_owned())),
+            ],
         };
         assert_eq!(inherited.all(), [3, 4, 7, 9]);
         let args = build(&config, &inherited);
@@ -104,7 +144,12 @@ mod tests {
         assert!(line.contains("socket,id=c0,fd=7 -device vhost-user-blk,num-queues=1,chardev=c0"));
         assert!(line.contains("socket,id=c1,fd=9 -device vhost-user-vsock-device,chardev=c1"));
         assert!(line.contains("-smp 2"));
-        assert!(!line.contains("path="), "{line}");
+        assert!(line.contains(
+            "socket,id=c2,path=name,abstract=on,tight=on -netdev vhost-user,id=n2,chardev=c2 \
+             -device virtio-net-device,netdev=n2,mac=02:62:61:6e:74:02,host_mtu=1500"
+        ));
+        let paths = line.replace("path=name,abstract=on", "");
+        assert!(!paths.contains("path="), "{line}");
         assert!(line.contains("console=ttyS0 tsc_early_khz="), "{line}");
         assert!(
             line.contains(" loglevel=7 -kernel /proc/self/fd/3 -initrd /proc/self/fd/4"),

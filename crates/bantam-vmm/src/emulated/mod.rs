@@ -1,18 +1,19 @@
 //! The emulated engine: QEMU runs the CPU, the memory and the interrupt controller.
 //!
-//! QEMU opens no disk, socket or network here: guest memory is a shared memfd, and every virtio
+//! QEMU opens no disk or network here: guest memory is a shared memfd, and every virtio
 //! device is ours, reached over an inherited socket that speaks vhost-user. A supervisor thread
 //! starts the process and waits for it; the kernel kills QEMU when that thread, and so when our
 //! process, dies.
 
 mod args;
 mod process;
+mod rendezvous;
 mod tsc;
 
 use std::env;
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus};
@@ -21,6 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread;
 
+use bantam_virtio::VirtioDevice;
 use bantam_virtio::vhost_user::{self, Server};
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, PidfdFlags, Signal};
@@ -29,6 +31,8 @@ use crate::console::ConsoleLog;
 use crate::devices::{DeviceKind, DeviceSet};
 use crate::vm::{ExitCause, ExitGuard, Kill, Running, StartContext};
 use crate::{GuestKernel, Phase, VmConfig, VmmError};
+use args::Socket;
+use rendezvous::Rendezvous;
 
 /// Names QEMU where it is not on the `PATH`.
 const QEMU_VARIABLE: &str = "BANTAM_QEMU";
@@ -70,14 +74,22 @@ pub(crate) fn start(config: &VmConfig, context: StartContext) -> Result<Running,
         exit,
         timeline,
     } = context;
-    let Wiring { servers, sockets } = Wiring::connect(devices)?;
+    let Wiring {
+        mut servers,
+        sockets,
+        card,
+    } = Wiring::connect(devices)?;
     timeline.mark(Phase::DevicesReady);
     let inherited = args::Inherited {
         kernel: files.kernel.as_raw_fd(),
         initramfs: files.initramfs.as_raw_fd(),
         devices: sockets
             .iter()
-            .map(|(kind, socket)| (*kind, socket.as_raw_fd()))
+            .map(|(kind, socket)| (*kind, Socket::Inherited(socket.as_raw_fd())))
+            .chain(card.iter().map(|card| {
+                let name = card.meeting.name().to_owned();
+                (DeviceKind::Net, Socket::Named(name))
+            }))
             .collect(),
     };
     let args = args::build(config, &inherited);
@@ -91,11 +103,11 @@ pub(crate) fn start(config: &VmConfig, context: StartContext) -> Result<Running,
             let child = process::spawn(&qemu, &args, &inherited.all());
             // QEMU has its own copies now; ours would hide its death from the servers.
             drop((sockets, files));
-            let child = match child.and_then(with_pidfd) {
+            let (pidfd, child) = match child.and_then(with_pidfd) {
                 Ok((pidfd, child)) => {
                     // The receiver waits for this message, so it is there.
-                    let _ = started.send(Ok(pidfd));
-                    child
+                    let _ = started.send(pidfd.try_clone());
+                    (pidfd, child)
                 }
                 Err(error) => {
                     let _ = started.send(Err(error));
@@ -103,7 +115,13 @@ pub(crate) fn start(config: &VmConfig, context: StartContext) -> Result<Running,
                 }
             };
             let exit = ExitGuard(exit);
-            let end = supervise(child, console);
+            let end = match card.map(|card| card.serve(&child, &pidfd)).transpose() {
+                Ok(card) => {
+                    servers.extend(card.flatten());
+                    supervise(child, console)
+                }
+                Err(error) => give_up(child, error),
+            };
             for server in servers {
                 server.stop();
             }
@@ -178,6 +196,23 @@ fn open(what: &'static str, path: &Path) -> Result<File, VmmError> {
 struct Wiring {
     servers: Vec<Server>,
     sockets: Vec<(DeviceKind, UnixStream)>,
+    card: Option<Card>,
+}
+
+/// The network card, until QEMU connects to it.
+struct Card {
+    meeting: Rendezvous,
+    device: Box<dyn VirtioDevice>,
+}
+
+impl Card {
+    /// Waits for QEMU and serves it; `None` if it ended first, of which it says why.
+    fn serve(self, qemu: &Child, pidfd: &OwnedFd) -> io::Result<Option<Server>> {
+        match self.meeting.accept(Pid::from_child(qemu), pidfd.as_fd())? {
+            Some(stream) => vhost_user::serve(self.device, stream).map(Some),
+            None => Ok(None),
+        }
+    }
 }
 
 impl Wiring {
@@ -185,9 +220,15 @@ impl Wiring {
         let mut wiring = Self {
             servers: Vec::new(),
             sockets: Vec::new(),
+            card: None,
         };
         for (kind, device) in devices.into_devices() {
             let fail = VmmError::device(kind.name());
+            if kind == DeviceKind::Net {
+                let meeting = Rendezvous::open().map_err(fail)?;
+                wiring.card = Some(Card { meeting, device });
+                continue;
+            }
             let (ours, theirs) = UnixStream::pair()
                 .map_err(VmmError::io("cannot create a socket pair for a device"))?;
             wiring
@@ -248,16 +289,23 @@ fn supervise(mut child: Child, console: ConsoleLog) -> End {
             }
             status
         }
-        Err(error) => {
-            // Without a reader QEMU would stall on its output.
-            let _ = child.kill();
-            let _ = child.wait();
-            Err(error)
-        }
+        // Without a reader QEMU would stall on its output.
+        Err(error) => return give_up(child, error),
     };
     End {
         status,
         complaint: complaints.last_lines(3).join("; "),
+    }
+}
+
+/// Ends a child that cannot be looked after.
+fn give_up(mut child: Child, error: io::Error) -> End {
+    // These fail only if it has ended.
+    let _ = child.kill();
+    let _ = child.wait();
+    End {
+        status: Err(error),
+        complaint: String::new(),
     }
 }
 

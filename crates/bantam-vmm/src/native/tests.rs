@@ -65,6 +65,7 @@ impl Bench {
                     initramfs: files[1].path().into(),
                 },
                 disks: Vec::new(),
+                network: None,
                 engine: EngineChoice::Auto,
                 extra_cmdline: None,
             },
@@ -73,7 +74,7 @@ impl Bench {
     }
 
     fn start(&self, hypervisor: &MockHypervisor) -> (Running, ExitLatch, ConsoleLog) {
-        let (devices, _vsock) = DeviceSet::build(&self.config).unwrap();
+        let (devices, _handles) = DeviceSet::build(&self.config).unwrap();
         let (console, exit) = (ConsoleLog::new(), ExitLatch::default());
         let context = StartContext {
             devices,
