@@ -62,7 +62,7 @@ pub enum VmmError {
         reason: String,
     },
     /// The machine's network cannot be had: a rule, a setting, or a port of the host that is taken.
-    #[error("network: {0}")]
+    #[error(transparent)]
     Network(#[from] bantam_net::Error),
     /// An operating system call failed.
     #[error("{what}")]

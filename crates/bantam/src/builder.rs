@@ -14,7 +14,7 @@ use crate::local::{Boot, Local};
 use crate::machine::Facts;
 use crate::machines::MachineName;
 use crate::spec::{Spec, Workload};
-use crate::{Error, Home, Machine, MachineInfo, Machines, guest};
+use crate::{Error, Home, Machine, MachineInfo, Machines, NetworkConfig, guest};
 
 /// A machine that is yet to be started. See [`Machine::builder`].
 #[derive(Clone)]
@@ -155,6 +155,12 @@ impl MachineBuilder {
     /// Where images are kept; [`Home::from_env`] by default.
     pub fn home(mut self, home: Home) -> Self {
         self.home = Some(home);
+        self
+    }
+
+    /// Gives the machine a network card. Without this it has none.
+    pub fn network(mut self, network: NetworkConfig) -> Self {
+        self.spec.network = Some(network);
         self
     }
 

@@ -64,6 +64,9 @@ pub enum Error {
         /// What happened, naming the path.
         message: String,
     },
+    /// A network's rule, setting or port is wrong or cannot be had.
+    #[error(transparent)]
+    Network(#[from] bantam_net::Error),
     /// Files on the host could not be copied, or the guest's archive of them is malformed.
     #[error(transparent)]
     Archive(#[from] bantam_archive::Error),
@@ -302,6 +305,7 @@ impl Error {
         match self {
             Self::NoImage | Self::InvalidCommand(_) => "usage",
             Self::Image(_) => "image",
+            Self::Network(_) | Self::Vm(VmmError::Network(_)) => "network",
             Self::Vm(_) => "vm",
             Self::GuestNotFound { .. } => "guest_not_found",
             Self::Boot { .. } => "boot",

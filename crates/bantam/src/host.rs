@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use bantam_net::Network;
 use bantam_vmm::ExitCause;
 
 use crate::Error;
@@ -33,6 +34,11 @@ pub(crate) trait Host: Debug + Send + Sync {
 
     /// Asks the guest to write everything back and power off, within `limit`; then by force.
     fn stop(&self, grace: Duration, limit: Duration) -> Result<ExitCause, Error>;
+
+    /// Its network, if it has one and is of this process.
+    fn network(&self) -> Option<Network> {
+        None
+    }
 
     /// Ends it at once.
     fn kill(&self) -> ExitCause;

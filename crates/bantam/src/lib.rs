@@ -42,6 +42,7 @@ mod images;
 mod local;
 mod machine;
 mod machines;
+mod network;
 mod spec;
 mod started;
 mod status;
@@ -54,6 +55,10 @@ pub use bantam_image::{
     BlobInfo, Credential, Image, ImageConfig, ImageDetails, ImageSource, Layer, Loaded, NoProgress,
     Platform, Progress, Pruned, PullPolicy, Reference, Registries, Removed, ResolveOptions, Stage,
     StoredImage, Timeouts, Usage,
+};
+pub use bantam_net::{
+    Cidr, CidrRule, EgressEvent, Error as NetworkError, HostRule, Network, Policy, PortForward,
+    Ports, Protocol, Stats as NetworkStats,
 };
 pub use bantam_protocol::{DiskUse, FileFailureKind, GuestStats, Size, StartFailedKind};
 pub use bantam_vmm::{
@@ -73,4 +78,5 @@ pub use machines::{
     Changes, LogOptions, MachineInfo, MachineName, MachineState, MachineStats, Machines, Stopped,
     Stopper, VmmProcess,
 };
+pub use network::NetworkConfig;
 pub use status::{Finished, Output, Status};

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bantam_image::Image;
+use bantam_net::Network;
 use bantam_protocol::{GUEST_EXEC_PORT, HOST_CONTROL_PORT};
 use bantam_vmm::{Disk, EngineKind, ExitCause, GuestKernel, MemorySize, Timeline, Vm, VmConfig};
 
@@ -49,11 +50,17 @@ impl Local {
             path,
             read_only: false,
         }));
+        let network = boot
+            .spec
+            .network
+            .as_ref()
+            .map(|network| (network, network.config()));
         let config = VmConfig {
             cpus: boot.spec.cpus,
             memory: MemorySize::from_mib(boot.spec.memory_mib)?,
             guest: boot.guest,
             disks,
+            network: network.as_ref().map(|(_, config)| config.clone()),
             engine: boot.spec.engine,
             extra_cmdline: boot.spec.kernel_args.clone(),
         };
@@ -63,7 +70,14 @@ impl Local {
             Ok(())
         })?;
         let listener = listener.ok_or_else(|| Error::Protocol("no control listener".into()))?;
-        match Control::accept(&listener, boot.timeout, boot.hostname, None, timeline) {
+        let guest_network = network.map(|(network, config)| network.guest(&config));
+        match Control::accept(
+            &listener,
+            boot.timeout,
+            boot.hostname,
+            guest_network,
+            timeline,
+        ) {
             Ok(control) => Ok(Arc::new(Self::new(vm, control))),
             Err(HelloError::Library(error)) => Err(error),
             Err(HelloError::Failed(reason)) => Err(boot_error(&vm, reason)),
@@ -141,6 +155,10 @@ impl Host for Local {
             .ok()
             .and_then(|()| self.vm.wait(Some(limit)))
             .unwrap_or_else(|| self.vm.kill()))
+    }
+
+    fn network(&self) -> Option<Network> {
+        self.vm.network().cloned()
     }
 
     fn kill(&self) -> ExitCause {

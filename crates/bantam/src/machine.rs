@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bantam_image::{Argv, Image, ImageConfig};
+use bantam_net::Network;
 use bantam_vmm::{EngineKind, ExitCause, Phase, Timeline};
 
 use crate::capped::Capped;
@@ -352,6 +353,13 @@ impl Machine {
     #[must_use]
     pub fn engine(&self) -> EngineKind {
         self.0.facts.engine
+    }
+
+    /// Its network, to change the policy and to see what was refused; `None` for a machine without
+    /// one, and for a named machine, whose network is of another process.
+    #[must_use]
+    pub fn network(&self) -> Option<Network> {
+        self.0.host.network()
     }
 
     /// When each phase was reached.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use bantam_vmm::{EngineChoice, MemorySize, VmConfig};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, MachineBuilder, disk};
+use crate::{Error, MachineBuilder, NetworkConfig, disk};
 
 /// The description of a machine, without its image: what [`MachineBuilder`] collects and a
 /// machine's record keeps.
@@ -20,6 +20,9 @@ pub(crate) struct Spec {
     pub(crate) kernel: Option<PathBuf>,
     #[serde(default)]
     pub(crate) kernel_args: Option<String>,
+    /// The network card, if there is to be one.
+    #[serde(default)]
+    pub(crate) network: Option<NetworkConfig>,
     /// The guest's host name; a named machine's is its name unless it says otherwise.
     #[serde(default)]
     pub(crate) hostname: Option<String>,
@@ -66,6 +69,7 @@ impl Default for Spec {
             engine: EngineChoice::Auto,
             kernel: None,
             kernel_args: None,
+            network: None,
             hostname: None,
             disk_gib: MachineBuilder::DEFAULT_DISK_GIB,
             defaults: CommandDefaults::default(),
