@@ -7,12 +7,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
+use super::work::Lock;
 use crate::error::{Error, Result};
 
 /// A shared lock on an image's root file system, until it and its clones are dropped. The system drops it with the
 /// process that holds it; it needs no permission to write.
 #[derive(Clone)]
-pub(super) struct Lease(#[expect(dead_code, reason = "held, not read")] Arc<File>);
+pub(super) struct Lease(#[expect(dead_code, reason = "held, not read")] Arc<Lock>);
 
 impl Lease {
     /// Leases the file and tells its length; `None` if it is not there.
@@ -23,10 +24,14 @@ impl Lease {
             };
             // Someone who is about to remove it holds the lock for a moment only.
             file.lock_shared().map_err(Error::path("lock", rootfs))?;
-            let held = file.metadata().map_err(Error::path("look at", rootfs))?;
+            let lock = Lock::held(file);
+            let held = lock
+                .file()
+                .metadata()
+                .map_err(Error::path("look at", rootfs))?;
             match fs::metadata(rootfs) {
                 Ok(there) if (there.dev(), there.ino()) == (held.dev(), held.ino()) => {
-                    return Ok(Some((Self(Arc::new(file)), held.len())));
+                    return Ok(Some((Self(Arc::new(lock)), held.len())));
                 }
                 // Removed, and perhaps made again, between opening and locking.
                 Ok(_) => {}
@@ -38,7 +43,7 @@ impl Lease {
 }
 
 /// The right to remove an image: nobody leases it, and nobody can while this is held.
-pub(super) struct Retired(#[expect(dead_code, reason = "held, not read")] Option<File>);
+pub(super) struct Retired(#[expect(dead_code, reason = "held, not read")] Option<Lock>);
 
 impl Retired {
     /// `None` while someone leases the image.
@@ -47,7 +52,7 @@ impl Retired {
             return Ok(Some(Self(None)));
         };
         match file.try_lock() {
-            Ok(()) => Ok(Some(Self(Some(file)))),
+            Ok(()) => Ok(Some(Self(Some(Lock::held(file))))),
             Err(TryLockError::WouldBlock) => Ok(None),
             Err(TryLockError::Error(e)) => Err(Error::path("lock", rootfs)(e)),
         }

@@ -1,7 +1,7 @@
 //! Removing images and what is left of them.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::path::Path;
 
@@ -10,6 +10,7 @@ use serde::Serialize;
 use super::lease::Retired;
 use super::list::{Entry, Named, read_dir, source_path, space, users};
 use super::resolve::STORE_LOCK;
+use super::work::Lock;
 use super::{Image, Store, WorkDir, files, work};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
@@ -152,7 +153,7 @@ impl Store {
     }
 
     /// The right to remove, which nobody has who adds.
-    fn removing(&self, progress: &dyn Progress) -> Result<File> {
+    fn removing(&self, progress: &dyn Progress) -> Result<Lock> {
         work::lock(&self.dir, STORE_LOCK, || {
             progress.message("another process is adding images or removing some; waiting for it");
         })

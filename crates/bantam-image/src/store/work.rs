@@ -13,7 +13,29 @@ use crate::error::{Error, Result};
 pub(crate) struct WorkDir {
     dir: TempDir,
     /// Held as long as the work lasts; its release is what tells others that it is over.
-    _lock: File,
+    _lock: Lock,
+}
+
+/// A lock on a file, until dropped, or its process is dead.
+pub(crate) struct Lock(File);
+
+impl Lock {
+    /// Takes charge of a lock that is held.
+    pub(super) fn held(file: File) -> Self {
+        Self(file)
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.0
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing is not enough: a program that another thread is just starting has a copy of the descriptor for a
+        // moment, and the lock with it.
+        let _ = self.0.unlock();
+    }
 }
 
 impl WorkDir {
@@ -30,7 +52,10 @@ impl WorkDir {
         let path = dir.path().join("lock");
         let lock = create(&path)?;
         lock.lock().map_err(Error::path("lock", &path))?;
-        Ok(Self { dir, _lock: lock })
+        Ok(Self {
+            dir,
+            _lock: Lock::held(lock),
+        })
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -73,13 +98,13 @@ fn remove_dead(tmp: &Path) {
     }
 }
 
-/// Takes the lock called `name`, calling `waiting` once if someone else has it. It is held until the file is dropped.
-pub(crate) fn lock(store: &Path, name: &str, waiting: impl FnOnce()) -> Result<File> {
+/// Takes the lock called `name`, calling `waiting` once if someone else has it. It is held until it is dropped.
+pub(crate) fn lock(store: &Path, name: &str, waiting: impl FnOnce()) -> Result<Lock> {
     take(store, name, waiting, File::try_lock, File::lock)
 }
 
 /// As [`lock`], beside others who take it shared.
-pub(super) fn lock_shared(store: &Path, name: &str, waiting: impl FnOnce()) -> Result<File> {
+pub(super) fn lock_shared(store: &Path, name: &str, waiting: impl FnOnce()) -> Result<Lock> {
     take(
         store,
         name,
@@ -95,16 +120,16 @@ fn take(
     waiting: impl FnOnce(),
     now: impl FnOnce(&File) -> Result<(), TryLockError>,
     later: impl FnOnce(&File) -> io::Result<()>,
-) -> Result<File> {
+) -> Result<Lock> {
     let locks = store.join("locks");
     make_dir(&locks)?;
     let path = locks.join(name);
     let file = open_or_create(&path)?;
     match now(&file) {
-        Ok(()) => return Ok(file),
+        Ok(()) => return Ok(Lock::held(file)),
         Err(TryLockError::WouldBlock) => waiting(),
         Err(TryLockError::Error(e)) => return Err(Error::path("lock", &path)(e)),
     }
     later(&file).map_err(Error::path("lock", &path))?;
-    Ok(file)
+    Ok(Lock::held(file))
 }

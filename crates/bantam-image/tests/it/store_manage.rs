@@ -366,6 +366,27 @@ fn an_image_in_use_is_not_removed_and_a_pinned_one_neither() {
 }
 
 #[test]
+fn an_image_that_was_dropped_is_free_though_a_new_process_has_copies_of_our_files() {
+    use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
+    let bench = Bench::new();
+    let image = bench.load_one(&named("app:1"));
+    // As another thread has them for a moment that starts a program: between fork and exec.
+    let own = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+    let copies: Vec<_> = fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .flatten()
+        .filter(|fd| fs::read_link(fd.path()).is_ok_and(|to| to == image.rootfs))
+        .map(|fd| fd.file_name().to_str().unwrap().parse().unwrap())
+        .map(|fd| pidfd_getfd(&own, fd, PidfdGetfdFlags::empty()).unwrap())
+        .collect();
+    assert!(!copies.is_empty());
+    assert!(matches!(bench.remove("app:1"), Err(Error::InUse { .. })));
+    drop(image);
+    bench.remove("app:1").unwrap();
+    drop(copies);
+}
+
+#[test]
 fn pruning_takes_what_nothing_refers_to_and_leaves_the_rest() {
     let bench = Bench::new();
     assert_eq!(bench.prune(false), bantam_image::Pruned::default());
