@@ -21,7 +21,7 @@ const MAX_LINKS: usize = 40;
 const MAX_TEMPORARIES: u32 = 1000;
 
 /// The bits of a mode that `chmod` sets.
-const MODE_BITS: u32 = 0o7777;
+pub(crate) const MODE_BITS: u32 = 0o7777;
 
 /// Why a transfer ended early.
 pub(crate) enum Stop {

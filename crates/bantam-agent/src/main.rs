@@ -23,6 +23,7 @@ mod etc;
 mod files;
 mod lookup;
 mod network;
+mod paths;
 mod server;
 mod setup;
 mod start;

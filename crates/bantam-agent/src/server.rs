@@ -20,6 +20,7 @@ use crate::command::{Command, Detached, Part, SCRATCH_LEN, Turn};
 use crate::connection::{Connection, Received};
 use crate::control::{Control, Order};
 use crate::files::{receive_file, send_file};
+use crate::paths;
 use crate::start::start;
 use crate::stats::send_stats;
 use crate::sys::process::run_in_child;
@@ -385,6 +386,10 @@ impl Server {
             }
             Ok(HostExec::WriteTree(request)) => {
                 self.transfer(connection, rest, |stream| receive_tree(&request, stream));
+                return None;
+            }
+            Ok(HostExec::File(request)) => {
+                self.transfer(connection, rest, |stream| paths::answer(&request, stream));
                 return None;
             }
             Ok(HostExec::GetStats) => {

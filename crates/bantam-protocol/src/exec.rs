@@ -15,12 +15,15 @@
 //! answers `FileDone` or `FileFailed`. Reading: `ReadFile`; the guest answers `FileOpened`, `Stdout`…,
 //! `FileDone`, or `FileFailed` at any point. Trees go the same way as tar archives:
 //! `WriteTree` and `ReadTree`, with `TreeDone` at the end.
-//! `GetStats` is answered with `Stats`. The last message ends the stream.
+//! `File` is answered with `FileEntry`… where its request says so, and `FileDone` or
+//! `FileFailed`; `GetStats` with `Stats`. The last message ends the stream.
 
 use serde::{Deserialize, Serialize};
 
 use crate::frame::{encode_bytes, encode_value};
-use crate::{Error, Frame, GuestStats, Kind, ReadTree, TreeSummary, WriteTree};
+use crate::{
+    Error, FileEntry, FileRequest, Frame, GuestStats, Kind, ReadTree, TreeSummary, WriteTree,
+};
 
 /// What the host says on an exec stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,6 +40,8 @@ pub enum HostExec<'a> {
     WriteTree(WriteTree),
     /// Say how the guest fares.
     GetStats,
+    /// Describe or change files.
+    File(FileRequest),
     /// Bytes for standard input, or of the file. To send without a copy use
     /// [`write_frame`](crate::write_frame) with [`Kind::Stdin`].
     Stdin(&'a [u8]),
@@ -120,6 +125,7 @@ impl<'a> HostExec<'a> {
             Self::ReadTree(request) => encode_value(Kind::ReadTree, request),
             Self::WriteTree(request) => encode_value(Kind::WriteTree, request),
             Self::GetStats => encode_bytes(Kind::GetStats, &[]),
+            Self::File(request) => encode_value(Kind::FileRequest, request),
             Self::Stdin(bytes) => encode_bytes(Kind::Stdin, bytes),
             Self::StdinEof => encode_bytes(Kind::StdinEof, &[]),
             Self::Resize(size) => encode_value(Kind::Resize, size),
@@ -140,6 +146,7 @@ impl<'a> HostExec<'a> {
             Kind::ReadTree => frame.parse().map(Self::ReadTree),
             Kind::WriteTree => frame.parse().map(Self::WriteTree),
             Kind::GetStats => frame.empty(Self::GetStats),
+            Kind::FileRequest => frame.parse().map(Self::File),
             Kind::Stdin => Ok(Self::Stdin(frame.payload)),
             Kind::StdinEof => frame.empty(Self::StdinEof),
             Kind::Resize => frame.parse().map(Self::Resize),
@@ -180,6 +187,8 @@ pub enum GuestExec<'a> {
     TreeDone(TreeSummary),
     /// How the guest fares; nothing follows.
     Stats(GuestStats),
+    /// A file's description.
+    FileEntry(FileEntry),
 }
 
 /// Why a command could not be started.
@@ -284,6 +293,7 @@ impl<'a> GuestExec<'a> {
             Self::FileFailed(failure) => encode_value(Kind::FileFailed, failure),
             Self::TreeDone(summary) => encode_value(Kind::TreeDone, summary),
             Self::Stats(stats) => encode_value(Kind::Stats, stats),
+            Self::FileEntry(entry) => encode_value(Kind::FileEntry, entry),
         }
     }
 
@@ -305,6 +315,7 @@ impl<'a> GuestExec<'a> {
             Kind::FileFailed => frame.parse().map(Self::FileFailed),
             Kind::TreeDone => frame.parse().map(Self::TreeDone),
             Kind::Stats => frame.parse().map(Self::Stats),
+            Kind::FileEntry => frame.parse().map(Self::FileEntry),
             kind => Err(Error::Unexpected(kind)),
         }
     }

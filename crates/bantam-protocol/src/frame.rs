@@ -34,6 +34,8 @@ pub enum Kind {
     WriteTree = 0x24,
     /// Host to guest, first on its stream: how the guest fares; empty.
     GetStats = 0x25,
+    /// Host to guest, first on its stream: [`FileRequest`](crate::FileRequest).
+    FileRequest = 0x26,
     /// Host to guest: bytes for standard input, or of the file; raw.
     Stdin = 0x28,
     /// Host to guest: no more bytes will come; empty.
@@ -68,10 +70,12 @@ pub enum Kind {
     TreeDone = 0x3a,
     /// Guest to host, last: [`GuestStats`](crate::GuestStats).
     Stats = 0x3b,
+    /// Guest to host: [`FileEntry`](crate::FileEntry).
+    FileEntry = 0x3c,
 }
 
 impl Kind {
-    const ALL: [Self; 29] = [
+    const ALL: [Self; 31] = [
         Self::Hello,
         Self::BootFailed,
         Self::ShuttingDown,
@@ -84,6 +88,7 @@ impl Kind {
         Self::ReadTree,
         Self::WriteTree,
         Self::GetStats,
+        Self::FileRequest,
         Self::Stdin,
         Self::StdinEof,
         Self::Resize,
@@ -101,6 +106,7 @@ impl Kind {
         Self::StdinClosed,
         Self::TreeDone,
         Self::Stats,
+        Self::FileEntry,
     ];
 
     /// Most bytes a payload of this kind may have.
@@ -108,9 +114,12 @@ impl Kind {
     pub const fn max_payload(self) -> usize {
         match self {
             Self::Stdin | Self::Stdout | Self::Stderr => MAX_DATA_LEN,
-            Self::Exec | Self::WriteFile | Self::ReadFile | Self::ReadTree | Self::WriteTree => {
-                MAX_REQUEST_LEN
-            }
+            Self::Exec
+            | Self::WriteFile
+            | Self::ReadFile
+            | Self::ReadTree
+            | Self::WriteTree
+            | Self::FileRequest => MAX_REQUEST_LEN,
             _ => MAX_MESSAGE_LEN,
         }
     }

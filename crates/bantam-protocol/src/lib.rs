@@ -21,6 +21,7 @@
 mod control;
 mod error;
 mod exec;
+mod file;
 mod frame;
 mod stats;
 mod tree;
@@ -31,6 +32,7 @@ pub use exec::{
     ExecRequest, Exit, ExitStatus, FileFailure, FileFailureKind, FileInfo, GuestExec, HostExec,
     ReadFile, Size, StartFailed, StartFailedKind, WriteFile,
 };
+pub use file::{FileEntry, FileKind, FileRequest};
 pub use frame::{Decoder, Frame, FrameHeader, Kind, read_frame, write_frame};
 pub use stats::{DiskUse, GuestStats};
 pub use tree::{ReadTree, TreePlace, TreeSummary, WriteTree};

@@ -5,11 +5,12 @@ use std::io::Cursor;
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use bantam_protocol::{
-    BootTimings, Configure, Decoder, DiskUse, Error, ExecRequest, Exit, ExitStatus, FileFailure,
-    FileFailureKind, FileInfo, Frame, FrameHeader, GuestControl, GuestExec, GuestNetwork,
-    GuestStats, Hello, HostControl, HostExec, Kind, MAX_DATA_LEN, MAX_MESSAGE_LEN, MAX_REQUEST_LEN,
-    MAX_TEXT_LEN, ReadFile, ReadTree, Size, StartFailed, StartFailedKind, TreePlace, TreeSummary,
-    WriteFile, WriteTree, clip_text, read_frame, write_frame,
+    BootTimings, Configure, Decoder, DiskUse, Error, ExecRequest, Exit, ExitStatus, FileEntry,
+    FileFailure, FileFailureKind, FileInfo, FileKind, FileRequest, Frame, FrameHeader,
+    GuestControl, GuestExec, GuestNetwork, GuestStats, Hello, HostControl, HostExec, Kind,
+    MAX_DATA_LEN, MAX_MESSAGE_LEN, MAX_REQUEST_LEN, MAX_TEXT_LEN, ReadFile, ReadTree, Size,
+    StartFailed, StartFailedKind, TreePlace, TreeSummary, WriteFile, WriteTree, clip_text,
+    read_frame, write_frame,
 };
 use proptest::collection::vec;
 use proptest::option;
@@ -151,6 +152,10 @@ fn every_other_message_survives_the_wire() {
             owners: true,
         }),
         HostExec::GetStats,
+        HostExec::File(FileRequest::Rename {
+            from: b"/e".to_vec(),
+            to: b"/f\xff".to_vec(),
+        }),
         HostExec::Stdin(b"\0\xff"),
         HostExec::StdinEof,
         HostExec::Resize(Size { cols: 80, rows: 24 }),
@@ -189,6 +194,16 @@ fn every_other_message_survives_the_wire() {
             entries: u64::MAX,
             bytes: 1,
             skipped: 2,
+        }),
+        GuestExec::FileEntry(FileEntry {
+            name: b"n\xff".to_vec(),
+            kind: FileKind::Symlink,
+            mode: 0o777,
+            uid: 1,
+            gid: u32::MAX,
+            size: u64::MAX,
+            modified: i64::MIN,
+            target: Some(b"t".to_vec()),
         }),
         GuestExec::Stats(GuestStats {
             memory_total: u64::MAX,

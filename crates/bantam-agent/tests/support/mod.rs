@@ -8,9 +8,9 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use bantam_protocol::{
-    ExecRequest, Exit, ExitStatus, FileFailure, FileInfo, GuestExec, GuestStats, HostExec, Kind,
-    MAX_DATA_LEN, ReadFile, STDIN_WINDOW, StartFailed, TreeSummary, WriteFile, read_frame,
-    write_frame,
+    ExecRequest, Exit, ExitStatus, FileEntry, FileFailure, FileInfo, GuestExec, GuestStats,
+    HostExec, Kind, MAX_DATA_LEN, ReadFile, STDIN_WINDOW, StartFailed, TreeSummary, WriteFile,
+    read_frame, write_frame,
 };
 
 /// A running agent; killed when dropped.
@@ -156,6 +156,7 @@ pub(crate) enum Message {
     FileFailed(FileFailure),
     TreeDone(TreeSummary),
     Stats(GuestStats),
+    FileEntry(FileEntry),
 }
 
 /// How a command went.
@@ -206,6 +207,7 @@ impl Stream {
             GuestExec::FileFailed(failure) => Message::FileFailed(failure),
             GuestExec::TreeDone(summary) => Message::TreeDone(summary),
             GuestExec::Stats(stats) => Message::Stats(stats),
+            GuestExec::FileEntry(entry) => Message::FileEntry(entry),
         })
     }
 
