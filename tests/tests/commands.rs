@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use bantam::{CopyOptions, EngineChoice, Error, FileFailureKind, Machine};
-use bantam_e2e::setup;
+use bantam::{CopyOptions, EngineChoice, Error, FileFailureKind, FileKind, Machine};
+use bantam_e2e::{setup, skip};
 
 fn machine(test: &str) -> Option<Machine> {
     let setup = setup(test)?;
@@ -320,4 +320,69 @@ fn a_copy_of_the_whole_root_leaves_out_what_the_kernel_makes_up() {
     for empty in ["proc", "sys", "dev/pts"] {
         assert_eq!(fs::read_dir(to.join(empty)).unwrap().count(), 0, "{empty}");
     }
+}
+
+#[test]
+fn a_tree_of_the_host_comes_back_as_it_was() {
+    const TEST: &str = "a_tree_of_the_host_comes_back_as_it_was";
+    let real = Path::new("/usr/share/zoneinfo");
+    if !real.is_dir() {
+        return skip(TEST, "there is no /usr/share/zoneinfo");
+    }
+    let Some(machine) = machine(TEST) else {
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let options = CopyOptions::default();
+    machine
+        .copy_in(real.join("."), "/tmp/real", &options)
+        .unwrap();
+    let back = dir.path().join("back");
+    machine.copy_out("/tmp/real/.", &back, &options).unwrap();
+    let (mut real, mut back) = (tree(real), tree(&back));
+    // The directories themselves were made by the copies.
+    real.remove(Path::new(""));
+    back.remove(Path::new(""));
+    assert_eq!(real.len(), back.len());
+    for (path, thing) in &real {
+        assert!(
+            back.get(path) == Some(thing),
+            "{} came back changed",
+            path.display()
+        );
+    }
+}
+
+#[test]
+fn files_are_looked_at_and_changed_without_a_shell() {
+    let Some(machine) = machine("files_are_looked_at_and_changed_without_a_shell") else {
+        return;
+    };
+    machine.make_dir("/tmp/a/b", true).unwrap();
+    machine.write_file("/tmp/a/file", "12345").unwrap();
+    sh(&machine, "ln -s file /tmp/a/link; chmod 4711 /tmp/a/file");
+    let names: Vec<_> = machine
+        .list_dir("/tmp/a")
+        .unwrap()
+        .into_iter()
+        .map(|info| (info.name.into_string().unwrap(), info.kind))
+        .collect();
+    let expected = [
+        ("b", FileKind::Directory),
+        ("file", FileKind::File),
+        ("link", FileKind::Symlink),
+    ];
+    assert_eq!(names, expected.map(|(name, kind)| (name.to_owned(), kind)));
+    let info = machine.stat("/tmp/a/link", true).unwrap();
+    assert_eq!(
+        (info.kind, info.size, info.mode, info.uid),
+        (FileKind::File, 5, 0o4711, 0)
+    );
+    let link = machine.stat("/tmp/a/link", false).unwrap();
+    assert_eq!(link.target.as_deref(), Some(Path::new("file")));
+    machine.rename("/tmp/a/file", "/tmp/a/moved").unwrap();
+    assert!(!machine.exists("/tmp/a/link").unwrap() && machine.exists("/tmp/a/moved").unwrap());
+    assert!(machine.remove("/tmp/a", false).is_err());
+    machine.remove("/tmp/a", true).unwrap();
+    assert!(!machine.exists("/tmp/a").unwrap());
 }

@@ -60,7 +60,7 @@ pub use bantam_net::{
     Cidr, CidrRule, EgressEvent, Error as NetworkError, HostRule, Network, Policy, PortForward,
     Ports, Protocol, Stats as NetworkStats,
 };
-pub use bantam_protocol::{DiskUse, FileFailureKind, GuestStats, Size, StartFailedKind};
+pub use bantam_protocol::{DiskUse, FileFailureKind, FileKind, GuestStats, Size, StartFailedKind};
 pub use bantam_vmm::{
     Availability, EngineChoice, EngineKind, EngineReport, ExitCause, GuestKernel, Phase, Timeline,
     VmmError, probe_engines,
@@ -70,6 +70,7 @@ pub use child::{Child, ChildHandle, ChildStderr, ChildStdin, ChildStdout};
 pub use command::{Exec, Running};
 pub use copy::{Copied, CopyOptions};
 pub use error::Error;
+pub use files::FileInfo;
 pub use guest::{find_disk_template, find_guest, guest_search_path};
 pub use home::Home;
 pub use images::Images;

@@ -29,7 +29,7 @@ pub(crate) const REQUEST_LIMIT: Duration = Duration::from_secs(60);
 /// ends with the process however that dies. A named one runs in a process of its own and goes on
 /// when this is dropped. [`Machine::stop`] ends either, and asks first.
 #[derive(Debug)]
-pub struct Machine(Arc<Inner>);
+pub struct Machine(pub(crate) Arc<Inner>);
 
 /// What streams and commands hold on to.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
-use bantam_protocol::{GuestExec, GuestStats, HostExec, TreeSummary};
+use bantam_protocol::{FileEntry, GuestExec, GuestStats, HostExec, TreeSummary};
 
 use crate::Error;
 use crate::machine::{Inner, REQUEST_LIMIT};
@@ -35,6 +35,7 @@ pub(crate) enum Answer<'a> {
     Done,
     TreeDone(TreeSummary),
     Stats(GuestStats),
+    Entry(FileEntry),
 }
 
 /// A request and its stream, which is hung up in the end.
@@ -92,6 +93,7 @@ impl<'a> Transfer<'a> {
                 GuestExec::FileDone => Answer::Done,
                 GuestExec::TreeDone(summary) => Answer::TreeDone(summary),
                 GuestExec::Stats(stats) => Answer::Stats(stats),
+                GuestExec::FileEntry(entry) => Answer::Entry(entry),
                 GuestExec::FileFailed(failure) => {
                     return Ok(Some(Err(Error::File {
                         kind: failure.kind,
