@@ -9,5 +9,7 @@ mod tests;
 
 pub(crate) use message::{MAX_QUERY, answer_address, answer_code, parse_query};
 pub(crate) use names::Names;
+#[cfg(test)]
+pub(crate) use resolver::Learned;
 pub(crate) use resolver::{Answer, Origin, Resolver};
 pub(crate) use servers::Servers;

@@ -10,6 +10,8 @@ mod pump;
 mod reassembly;
 mod reply;
 mod tcp;
+#[cfg(test)]
+mod tests;
 mod wire;
 
 use std::io;

@@ -15,13 +15,13 @@ use super::tcp::{self, Refused, Target};
 use crate::config::HOST_NAMES;
 use crate::control::{Counters, lock};
 use crate::dns::{self, Answer, Origin};
-use crate::{Destination, Protocol, Reason};
+use crate::{Destination, Protocol, Range, Reason, range};
 
 const DNS_PORT: u16 = 53;
 
 impl Stack {
     /// Where `peer`, as the guest sees it, leads, and whether it may.
-    fn route(
+    pub(super) fn route(
         &self,
         protocol: Protocol,
         peer: SocketAddr,
@@ -34,20 +34,15 @@ impl Stack {
             peer
         };
         let names = self.names.of(peer.ip(), now);
-        let mut target = Target {
+        let target = Target {
             address,
-            host: gateway,
+            host: gateway || (self.policy.enabled && is_own(address.ip())),
             names: names.iter().map(|&name| name.to_owned()).collect(),
         };
-        // Off, and what no rule could change, needs no look at the host.
-        self.decide(protocol, &target)
-            .map_err(|reason| (target.clone(), reason))?;
-        if !gateway && is_own(address.ip()) {
-            target.host = true;
-            self.decide(protocol, &target)
-                .map_err(|reason| (target.clone(), reason))?;
+        match self.decide(protocol, &target) {
+            Ok(()) => Ok(target),
+            Err(reason) => Err((target, reason)),
         }
-        Ok(target)
     }
 
     fn decide(&self, protocol: Protocol, target: &Target) -> Result<(), Reason> {
@@ -261,9 +256,22 @@ impl Stack {
     }
 }
 
-/// Whether `address` is one of the host's own: a socket connected to it has it at this end, too.
-/// Connecting a datagram socket sends nothing.
+/// Whether `address` is one that the host has on an interface: a socket connected to it has it at
+/// this end, too. Connecting a datagram socket sends nothing.
+///
+/// Loopback by its own address and what a socket would take for an IPv4 address are not looked at:
+/// those are refused for what they are.
 fn is_own(address: IpAddr) -> bool {
+    if matches!(
+        range(address),
+        Range::Loopback
+            | Range::Embedded
+            | Range::Unspecified
+            | Range::Multicast
+            | Range::Broadcast
+    ) {
+        return false;
+    }
     let any: IpAddr = match address {
         IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),

@@ -366,11 +366,11 @@ fn check(bytes: &[u8], info: &FrameInfo, offloads: Offloads, mtu: usize) {
     }
 }
 
-/// An address of this host that is not loopback, if it has one that is private.
+/// An address of this host that is not loopback, if it has one.
 pub(crate) fn own_address() -> Option<IpAddr> {
     let socket = std::net::UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
     // Connecting a datagram socket sends nothing.
     socket.connect((Ipv4Addr::new(10, 255, 255, 254), 9)).ok()?;
     let ip = socket.local_addr().ok()?.ip();
-    matches!(ip, IpAddr::V4(v4) if v4.is_private()).then_some(ip)
+    (!ip.is_loopback()).then_some(ip)
 }

@@ -70,7 +70,9 @@ fn a_client_on_the_host_reaches_a_server_in_the_guest() {
 #[test]
 fn a_client_elsewhere_is_seen_by_its_own_address() {
     let Some(own) = own_address() else {
-        println!("skipped: a_client_elsewhere_is_seen_by_its_own_address: no private address");
+        println!(
+            "skipped: a_client_elsewhere_is_seen_by_its_own_address: the host has none but loopback"
+        );
         return;
     };
     let config = forward(Protocol::Tcp, (own, 0).into());

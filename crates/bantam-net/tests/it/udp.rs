@@ -192,7 +192,7 @@ fn pings_reach_the_world_where_the_host_lets_users_ping() {
     let (Ok(_), Some(own)) = (may, own_address()) else {
         println!(
             "skipped: pings_reach_the_world_where_the_host_lets_users_ping: \
-             net.ipv4.ping_group_range does not have this group, or there is no private address"
+             net.ipv4.ping_group_range does not have this group, or the host has no address but loopback"
         );
         return;
     };
