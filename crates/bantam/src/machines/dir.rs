@@ -170,14 +170,7 @@ impl MachineDir {
         if self.path.exists() {
             return Err(self.exists());
         }
-        let staged = Self {
-            path: machines.join(format!("{UNFINISHED}new-{}", super::random_hex(8)?)),
-            name: self.name.clone(),
-        };
-        DirBuilder::new()
-            .mode(0o700)
-            .create(&staged.path)
-            .map_err(state("make", &staged.path))?;
+        let (staged, _lock) = self.stage(machines)?;
         let made = staged.fill_and_publish(&self.path, fill);
         if made.is_err() {
             // What failed is told; a leftover is swept by the next who makes a machine.
@@ -186,14 +179,32 @@ impl MachineDir {
         made
     }
 
+    /// A directory under another name, and its lock, which says that its maker lives.
+    fn stage(&self, machines: &Path) -> Result<(Self, File), Error> {
+        loop {
+            let staged = Self {
+                path: machines.join(format!("{UNFINISHED}new-{}", super::random_hex(8)?)),
+                name: self.name.clone(),
+            };
+            DirBuilder::new()
+                .mode(0o700)
+                .create(&staged.path)
+                .map_err(state("make", &staged.path))?;
+            let lock_path = staged.path.join("lock");
+            let lock = open_lock(&lock_path, true).map_err(state("make", &lock_path))?;
+            lock.lock().map_err(state("lock", &lock_path))?;
+            // Until it was locked, somebody who sweeps may have taken it for a leftover.
+            if is_at(&lock, &lock_path) {
+                return Ok((staged, lock));
+            }
+        }
+    }
+
     fn fill_and_publish(
         &self,
         to: &Path,
         fill: impl FnOnce(&Self) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let lock_path = self.path.join("lock");
-        let lock = open_lock(&lock_path, true).map_err(state("make", &lock_path))?;
-        lock.lock().map_err(state("lock", &lock_path))?;
         fill(self)?;
         // A rename does not replace a directory that has something in it.
         fs::rename(&self.path, to).map_err(|error| match error.kind() {
@@ -336,7 +347,9 @@ fn sweep(machines: &Path) {
             continue;
         }
         let path = entry.path();
-        let dead = match open_lock(&path.join("lock"), false) {
+        // Held meanwhile: its maker may be about to take it.
+        let lock = open_lock(&path.join("lock"), false);
+        let dead = match &lock {
             Ok(lock) => lock.try_lock().is_ok(),
             // Without a lock it is older than a moment, or its maker was killed at once.
             Err(_) => entry

@@ -243,7 +243,10 @@ impl Machines {
     /// [`Error::NoSuchMachine`], or what went wrong; the machine is still listed then.
     pub fn delete(&self, name: &MachineName) -> Result<(), Error> {
         let dir = self.dir(name);
-        self.kill(name)?;
+        if !dir.path().is_dir() {
+            return Err(dir.not_found());
+        }
+        attached::end(&dir, Request::Kill)?;
         let lock = match dir.lock_within(EXIT_LIMIT) {
             Err(Error::NoSuchMachine { .. }) => return Ok(()),
             lock => lock?,

@@ -25,6 +25,9 @@ use crate::{Error, Machine, disk};
 /// How many requests are worked on at once; more wait in the socket's queue.
 const MAX_REQUESTS: usize = 256;
 
+/// Bytes of the longest host name that Linux takes.
+const HOST_NAME_MAX: usize = 64;
+
 /// How long a client may take to say what it wants.
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 
@@ -159,11 +162,15 @@ impl VmmProcess {
         let ready = self.exit_with_the_starter()?;
         let (local, machine) = self.boot(record)?;
         let _ = self.serving.local.set(Arc::clone(&local));
-        let told = run_workload(&machine, record, &self.serving).and_then(|()| {
-            ready.store(true, Ordering::Release);
-            ipc::send(&self.starter, &self.serving.status(), None)
-                .map_err(Error::io("the starting process is gone"))
-        });
+        // The agent answers only when the rest of its set-up is done, which may fail, too.
+        let told = machine
+            .stats()
+            .and_then(|_| run_workload(&machine, record, &self.serving))
+            .and_then(|()| {
+                ready.store(true, Ordering::Release);
+                ipc::send(&self.starter, &self.serving.status(), None)
+                    .map_err(Error::io("the starting process is gone"))
+            });
         if told.is_err() {
             local.kill();
         }
@@ -181,13 +188,16 @@ impl VmmProcess {
         let disk = self.serving.dir.disk();
         // It may have been made larger since the last start.
         disk::grow(&disk, record.spec.disk_gib)?;
+        let name = record.name.as_str();
+        // A name is ASCII, and may be longer than Linux lets a host name be.
+        let name = name.get(..HOST_NAME_MAX).unwrap_or(name);
         let hostname = record.spec.hostname.as_deref();
         let boot = Boot {
             spec: &record.spec,
             guest: self.request.guest(),
             image: &image,
             disk: Some(disk),
-            hostname: hostname.unwrap_or(record.name.as_str()),
+            hostname: hostname.unwrap_or(name),
             timeout: Duration::from_millis(self.request.boot_timeout_ms),
         };
         let local = Local::boot(boot, &timeline)?;
