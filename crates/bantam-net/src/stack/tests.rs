@@ -127,3 +127,48 @@ fn the_gateway_leads_to_loopback_of_its_family() {
         assert_eq!(route(&stack, to, now), Err(Reason::Range(range)));
     }
 }
+
+/// A network with a port of each protocol, and the ports.
+fn with_ports() -> (Network, Stack, [SocketAddr; 2]) {
+    let port = |protocol| crate::PortForward {
+        protocol,
+        listen: (std::net::Ipv4Addr::LOCALHOST, 0).into(),
+        guest_port: 80,
+        guest_loopback: false,
+    };
+    let config = Config {
+        ports: vec![port(Protocol::Tcp), port(Protocol::Udp)],
+        ..Config::default()
+    };
+    let (network, stack) = open(&config).unwrap();
+    let ports = [network.ports()[0].listen, network.ports()[1].listen];
+    (network, stack, ports)
+}
+
+#[test]
+fn flows_without_a_byte_for_too_long_are_ended() {
+    let (network, mut stack, [tcp, udp]) = with_ports();
+    let _client = std::net::TcpStream::connect(tcp).unwrap();
+    let datagrams = std::net::UdpSocket::bind((std::net::Ipv4Addr::LOCALHOST, 0)).unwrap();
+    datagrams.send_to(b"x", udp).unwrap();
+    stack.run();
+    assert_eq!(network.stats().tcp_flows, 1);
+    assert_eq!(network.stats().datagram_flows, 1);
+    let now = Instant::now();
+    stack.sweep(now + Duration::from_secs(50));
+    assert_eq!(stack.datagrams.flows.len(), 1);
+    stack.sweep(now + Duration::from_secs(70));
+    assert_eq!(stack.datagrams.flows.len(), 0, "nobody answered");
+    stack.sweep(now + Duration::from_secs(2 * 3600));
+    assert_eq!(stack.tcp.flows.len(), 1);
+    stack.sweep(now + Duration::from_secs(2 * 3600 + 300));
+    stack.run();
+    assert_eq!(network.stats().tcp_flows, 0);
+}
+
+#[test]
+fn an_idle_network_has_no_timer() {
+    let (_network, mut stack, _) = with_ports();
+    assert_eq!(stack.run(), None);
+    assert_eq!(stack.run(), None);
+}
