@@ -236,18 +236,20 @@ impl Datagrams {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    // What came back for an earlier datagram. Reading it has cleared it.
-                    if let Some(why) = why(&error) {
-                        let (guest, peer) = (flow.key.guest, flow.key.peer);
-                        let protocol = match (flow.key.carrier, guest.is_ipv4()) {
-                            (Carrier::Udp, _) => IpProtocol::Udp,
-                            (Carrier::Echo, true) => IpProtocol::Icmp,
-                            (Carrier::Echo, false) => IpProtocol::Icmpv6,
-                        };
-                        let from = addresses.gateway(guest.ip());
-                        let packet = reply::head(guest, peer, protocol);
-                        reply::unreachable(output, from, guest.ip(), why, &packet);
-                    }
+                    // What came back for an earlier datagram; reading it has cleared it. Of others there
+                    // is no telling whether they would come again at once.
+                    let Some(why) = why(&error) else {
+                        return;
+                    };
+                    let (guest, peer) = (flow.key.guest, flow.key.peer);
+                    let protocol = match (flow.key.carrier, guest.is_ipv4()) {
+                        (Carrier::Udp, _) => IpProtocol::Udp,
+                        (Carrier::Echo, true) => IpProtocol::Icmp,
+                        (Carrier::Echo, false) => IpProtocol::Icmpv6,
+                    };
+                    let from = addresses.gateway(guest.ip());
+                    let packet = reply::head(guest, peer, protocol);
+                    reply::unreachable(output, from, guest.ip(), why, &packet);
                 }
             }
         }
@@ -274,9 +276,10 @@ impl Datagrams {
             }
             let (len, client) = match port.socket.recv_from(&mut self.scratch) {
                 Ok(received) => received,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 // An answer of the guest's that its client did not take.
-                Err(_) => continue,
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => continue,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(_) => return,
             };
             let guest = port.guest;
             let Some(id) = self.inward(registry, addresses, index, guest, client, now) else {

@@ -15,7 +15,7 @@ mod tests;
 mod wire;
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -396,14 +396,6 @@ impl Stack {
                 return;
             }
             peer.set_port(next_port(peer.port()));
-        }
-    }
-
-    /// The host's own address that stands behind the gateway's.
-    fn loopback(&self, gateway: IpAddr) -> IpAddr {
-        match gateway {
-            IpAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),
-            IpAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
         }
     }
 }

@@ -29,7 +29,7 @@ impl Stack {
     ) -> Result<Target, (Target, Reason)> {
         let gateway = self.addresses.is_gateway(peer.ip());
         let address = if gateway {
-            SocketAddr::new(self.loopback(peer.ip()), peer.port())
+            SocketAddr::new(loopback(peer.ip()), peer.port())
         } else {
             peer
         };
@@ -253,6 +253,14 @@ impl Stack {
         for id in refused {
             self.datagrams.remove(self.poll.registry(), id);
         }
+    }
+}
+
+/// The host's own address that stands behind the gateway's.
+fn loopback(gateway: IpAddr) -> IpAddr {
+    match gateway {
+        IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
     }
 }
 

@@ -332,7 +332,7 @@ fn to_guest(socket: &mut Socket<'_>, host: &mut Host) -> (bool, bool) {
 }
 
 /// Whether a connection is done with.
-pub(super) fn is_over(socket: &mut Socket<'_>, host: &mut Host) -> bool {
+pub(super) fn is_over(socket: &Socket<'_>, host: &Host) -> bool {
     match socket.state() {
         // The guest reset the connection before it stood (RFC 9293 §3.10.7.4 goes back to LISTEN).
         State::Listen => true,

@@ -409,7 +409,9 @@ impl Tcp {
         let sent = wire.sent;
         more |= sent >= TURN || !wire.has_room();
         let socket = flow.sockets.get_mut::<Socket<'_>>(flow.handle);
-        if pump::is_over(socket, &mut flow.host) {
+        // The guest must get the acknowledgement of its end.
+        let acknowledged = !more || socket.state() != State::TimeWait;
+        if acknowledged && pump::is_over(socket, &flow.host) {
             let orderly = flow.host.is_orderly();
             self.remove(registry, id, !orderly);
             return;
