@@ -36,8 +36,8 @@ use vm_memory::{
 use crate::queue::QueueWiring;
 use crate::sys;
 use crate::{
-    Activation, DeviceType, Error, EventFd, GuestRam, Interrupt, QueueConfig, QueueCursor, SharedCursor,
-    VirtioDevice, features,
+    Activation, DeviceType, Error, EventFd, GuestRam, Interrupt, QueueConfig, QueueCursor,
+    SharedCursor, VirtioDevice, features,
 };
 
 /// Most regions of guest memory a front-end may announce.

@@ -13,25 +13,54 @@ use std::fs;
 use std::io::Write;
 use std::time::Duration;
 
-use bantam_virtio::testing::Transport;
+use bantam_virtio::testing::{Buffer, Transport};
 
+#[path = "it/net_driver.rs"]
+mod net_driver;
 #[path = "it/vsock_driver.rs"]
 mod vsock_driver;
 use vsock_driver::{CREDIT_UPDATE, Driver, Packet, REQUEST, RESPONSE, RW};
 
-/// Time that the thread called `vsock` has spent on a CPU so far.
-fn cpu_time() -> Duration {
+/// Time that the thread called `name` has spent on a CPU so far.
+fn cpu_time(name: &str) -> Duration {
     let mut total = None;
     for task in fs::read_dir("/proc/self/task").unwrap() {
         let path = task.unwrap().path();
-        if fs::read_to_string(path.join("comm")).unwrap().trim() == "vsock" {
-            assert!(total.is_none(), "one vsock thread");
+        if fs::read_to_string(path.join("comm")).unwrap().trim() == name {
+            assert!(total.is_none(), "one {name} thread");
             let schedstat = fs::read_to_string(path.join("schedstat")).unwrap();
             let on_cpu = schedstat.split_whitespace().next().unwrap();
             total = Some(Duration::from_nanos(on_cpu.parse().unwrap()));
         }
     }
-    total.expect("the vsock thread runs")
+    total.expect("the thread runs")
+}
+
+/// It comes to rest: a while in which it does nothing, sooner or later.
+fn assert_rests(name: &str) {
+    let window = Duration::from_millis(200);
+    let at_rest = (0..50).any(|_| {
+        let before = cpu_time(name);
+        std::thread::sleep(window);
+        cpu_time(name) - before < window / 200
+    });
+    assert!(at_rest, "the worker does not come to rest");
+}
+
+/// Frames wait for a guest that posts too little room for the first of them, over and over.
+#[test]
+fn a_card_with_frames_it_cannot_deliver_sleeps() {
+    let (mut guest, mut network) = net_driver::start(Transport::Direct);
+    for _ in 0..300 {
+        network.send(&[1; 60_000]);
+    }
+    let room = guest.alloc(64);
+    for _ in 0..100 {
+        guest.submit(0, &[Buffer::writable(room, 64)]);
+        net_driver::transmit(&mut guest, b"frame");
+    }
+    assert_rests("net");
+    assert_eq!(network.waiting(), 300);
 }
 
 /// Row 46 of the bug classes: readiness that is reported again and again with nothing to do.
@@ -62,13 +91,6 @@ fn a_worker_with_data_it_cannot_move_sleeps() {
     no_buffers.set_nonblocking(true).unwrap();
     while no_buffers.write(&[4; 4096]).is_ok() {}
 
-    // It comes to rest: a while in which it does nothing, sooner or later.
-    let window = Duration::from_millis(200);
-    let at_rest = (0..50).any(|_| {
-        let before = cpu_time();
-        std::thread::sleep(window);
-        cpu_time() - before < window / 200
-    });
-    assert!(at_rest, "the worker does not come to rest");
+    assert_rests("vsock");
     drop(unread);
 }

@@ -129,7 +129,10 @@ mod tests {
     fn what_was_not_offered_is_refused() {
         // UDP fragmentation, ECN, and kinds nobody knows.
         for kind in [2, 3, 5, 0x80, 0x81, 0x84, 0xff] {
-            assert_eq!(FrameHeader::decode(&[1, kind, 0, 0, 1, 0, 0, 0, 0, 0]), None);
+            assert_eq!(
+                FrameHeader::decode(&[1, kind, 0, 0, 1, 0, 0, 0, 0, 0]),
+                None
+            );
         }
         // No size, no checksum, no whole header.
         assert_eq!(FrameHeader::decode(&[1, 1, 0, 0, 0, 0, 0, 0, 0, 0]), None);

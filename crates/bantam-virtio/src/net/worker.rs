@@ -294,8 +294,5 @@ fn is_mergeable(features: u64) -> bool {
 }
 
 fn header_len_of(features: u64) -> usize {
-    header_len(
-        features & features::VERSION_1 != 0,
-        is_mergeable(features),
-    )
+    header_len(features & features::VERSION_1 != 0, is_mergeable(features))
 }

@@ -8,6 +8,7 @@ use bantam_virtio::{
     BlockDevice, ConsoleDevice, ConsoleRing, RngDevice, VirtioDevice, VsockDevice,
 };
 
+use crate::net_driver;
 use crate::vsock_driver::{CID, Packet, RST};
 
 /// How long stopping a device may take, whatever its rings look like.
@@ -18,11 +19,18 @@ const PROMPT: Duration = Duration::from_millis(100);
 pub(crate) enum Kind {
     Block,
     Console,
+    Net,
     Rng,
     Vsock,
 }
 
-pub(crate) const KINDS: [Kind; 4] = [Kind::Block, Kind::Console, Kind::Rng, Kind::Vsock];
+pub(crate) const KINDS: [Kind; 5] = [
+    Kind::Block,
+    Kind::Console,
+    Kind::Net,
+    Kind::Rng,
+    Kind::Vsock,
+];
 
 impl Kind {
     pub(crate) fn device(self) -> Box<dyn VirtioDevice> {
@@ -33,6 +41,7 @@ impl Kind {
                 Box::new(BlockDevice::new(file, false, "disk").unwrap())
             }
             Kind::Console => Box::new(ConsoleDevice::new(Box::new(ConsoleRing::new(4096)))),
+            Kind::Net => Box::new(net_driver::card().0),
             Kind::Rng => Box::new(RngDevice::new()),
             Kind::Vsock => Box::new(VsockDevice::new(CID).unwrap().0),
         }
@@ -42,7 +51,7 @@ impl Kind {
     pub(crate) fn queue(self) -> usize {
         match self {
             Kind::Block | Kind::Rng => 0,
-            Kind::Console | Kind::Vsock => 1,
+            Kind::Console | Kind::Net | Kind::Vsock => 1,
         }
     }
 
@@ -65,6 +74,7 @@ impl Kind {
                 let text = guest.place(b"x");
                 guest.request(1, &[Buffer::readable(text, 1)])
             }
+            Kind::Net => net_driver::transmit(guest, b"frame"),
             Kind::Rng => {
                 let room = guest.alloc(8);
                 guest.request(0, &[Buffer::writable(room, 8)])
@@ -81,7 +91,7 @@ impl Kind {
         match self {
             Kind::Block => 21,
             Kind::Rng => 8,
-            Kind::Console | Kind::Vsock => 0,
+            Kind::Console | Kind::Net | Kind::Vsock => 0,
         }
     }
 

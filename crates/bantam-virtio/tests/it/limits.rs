@@ -175,7 +175,10 @@ fn the_devices_offer_nothing_else() {
         })
         .collect();
     let block = 1 << 2 | 1 << 9 | 1 << 13 | 1 << 14;
-    assert_eq!(offered, [(2, block, 1), (3, 0, 2), (4, 0, 1), (19, 0, 3)]);
+    let net = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 11 | 1 << 12;
+    let net = net | 1 << 15 | 1 << 16;
+    let expected = [(2, block, 1), (3, 0, 2), (1, net, 2), (4, 0, 1), (19, 0, 3)];
+    assert_eq!(offered, expected);
     assert_eq!(features::TRANSPORT, 1 << 28 | 1 << 29 | 1 << 32);
     assert_eq!(DeviceType::Vsock.id(), 19);
 }

@@ -9,6 +9,8 @@ mod devices;
 mod hostile;
 mod kinds;
 mod limits;
+mod net;
+mod net_driver;
 mod random;
 mod registers;
 #[cfg(feature = "vhost-user")]
