@@ -98,22 +98,9 @@ impl Failure {
         serde_json::to_string(&object).unwrap_or_else(|_| self.text())
     }
 
-    /// The message and the messages of its causes. A cause that its parent already quotes is
-    /// not said twice.
     fn message(&self) -> String {
         match self {
-            Self::Library(error) => {
-                let mut message = error.to_string();
-                let mut cause = error.source();
-                while let Some(error) = cause {
-                    let text = error.to_string();
-                    if !message.contains(&text) {
-                        message = format!("{message}: {text}");
-                    }
-                    cause = error.source();
-                }
-                message
-            }
+            Self::Library(error) => with_causes(error),
             Self::Usage(message) => message.clone(),
             Self::Output(error) => format!("cannot write to standard output: {error}"),
             Self::NotYet(what) => format!("{what} is not supported yet"),
@@ -149,6 +136,20 @@ impl Failure {
             _ => &[],
         }
     }
+}
+
+/// A message and those of its causes. A cause that its parent already quotes is not said twice.
+pub(crate) fn with_causes(error: &bantam::Error) -> String {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        if !message.contains(&text) {
+            message = format!("{message}: {text}");
+        }
+        cause = error.source();
+    }
+    message
 }
 
 /// Messages quote guests, images and registries; none of them may talk to the terminal.

@@ -303,7 +303,8 @@ impl MachineBuilder {
             image,
             called,
             engine: local.engine(),
-            kernel_release: local.kernel_release(),
+            kernel_release: local.kernel_release().to_owned(),
+            has_network: self.spec.network.is_some(),
             defaults: self.spec.defaults,
         };
         Ok(Machine::owned(local, facts, timeline))

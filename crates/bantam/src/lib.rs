@@ -76,8 +76,8 @@ pub use home::Home;
 pub use images::Images;
 pub use machine::{Machine, Report};
 pub use machines::{
-    Changes, LogOptions, MachineInfo, MachineName, MachineState, MachineStats, Machines, Stopped,
-    Stopper, VmmProcess,
+    Changes, EgressRecord, LogOptions, MachineInfo, MachineName, MachineState, MachineStats,
+    Machines, Stopped, Stopper, VmmProcess,
 };
 pub use network::NetworkConfig;
 pub use status::{Finished, Output, Status};

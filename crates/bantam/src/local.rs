@@ -22,6 +22,8 @@ use crate::spec::Spec;
 #[derive(Debug)]
 pub(crate) struct Local {
     vm: Vm,
+    /// Asked for while the control stream is in use.
+    kernel_release: String,
     control: Arc<Mutex<Control>>,
     /// Ends after the machine, whose end frees it from whatever it waits for.
     _clock: Option<ClockWatch>,
@@ -85,6 +87,7 @@ impl Local {
     }
 
     fn new(vm: Vm, control: Control) -> Self {
+        let kernel_release = control.hello.kernel_release.clone();
         let control = Arc::new(Mutex::new(control));
         let told = Arc::clone(&control);
         let clock = ClockWatch::start(move || {
@@ -93,6 +96,7 @@ impl Local {
         });
         Self {
             vm,
+            kernel_release,
             control,
             _clock: clock
                 .inspect_err(|error| tracing::warn!(%error, "cannot watch the clock"))
@@ -111,8 +115,8 @@ impl Local {
     }
 
     /// The release of the guest's kernel.
-    pub(crate) fn kernel_release(&self) -> String {
-        self.lock_control().hello.kernel_release.clone()
+    pub(crate) fn kernel_release(&self) -> &str {
+        &self.kernel_release
     }
 
     /// The last lines of the guest's console.

@@ -51,6 +51,7 @@ pub(crate) struct Facts {
     pub(crate) engine: EngineKind,
     pub(crate) kernel_release: String,
     pub(crate) defaults: CommandDefaults,
+    pub(crate) has_network: bool,
 }
 
 /// What is left of a machine.
@@ -347,6 +348,12 @@ impl Machine {
     #[must_use]
     pub fn image_name(&self) -> &str {
         &self.0.facts.called
+    }
+
+    /// Whether it has a network card.
+    #[must_use]
+    pub fn has_network(&self) -> bool {
+        self.0.facts.has_network
     }
 
     /// The engine that runs it.

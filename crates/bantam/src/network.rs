@@ -164,6 +164,12 @@ impl NetworkConfig {
         self
     }
 
+    /// The published ports as they are written: `127.0.0.1:8080:80/tcp`.
+    #[must_use]
+    pub fn port_list(&self) -> Vec<String> {
+        self.ports.iter().map(published).collect()
+    }
+
     /// What the machine is made with: a card with an address of its own, so that what guests derive
     /// from it differs.
     pub(crate) fn config(&self) -> Config {
@@ -288,6 +294,15 @@ fn parse_ports(text: &str) -> Result<Vec<PortForward>, Error> {
         .collect())
 }
 
+/// A port as [`parse_ports`] reads it.
+fn published(port: &PortForward) -> String {
+    let protocol = match port.protocol {
+        Protocol::Udp => "udp",
+        _ => "tcp",
+    };
+    format!("{}:{}/{protocol}", port.listen, port.guest_port)
+}
+
 /// `PORT` or `FIRST-LAST`.
 fn range(text: &str) -> Option<(u16, u16)> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
@@ -345,10 +360,10 @@ mod text {
 
 /// Ports by how they are published.
 mod ports {
-    use bantam_net::{PortForward, Protocol};
+    use bantam_net::PortForward;
     use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-    use super::parse_ports;
+    use super::{parse_ports, published};
 
     #[derive(Serialize, Deserialize)]
     struct Record {
@@ -362,15 +377,7 @@ mod ports {
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(ports.iter().map(|port| Record {
-            publish: format!(
-                "{}:{}/{}",
-                port.listen,
-                port.guest_port,
-                match port.protocol {
-                    Protocol::Udp => "udp",
-                    _ => "tcp",
-                }
-            ),
+            publish: published(port),
             guest_loopback: port.guest_loopback,
         }))
     }

@@ -7,7 +7,8 @@ use std::time::Duration;
 use bantam::{EngineChoice, Exec, MachineBuilder, MachineName, Platform, PullPolicy};
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::later::Later;
+use super::later::{Later, LaterArgs};
+use super::network::{NetworkArgs, NetworkChangeArgs};
 use crate::failure::Failure;
 
 const EXIT_STATUS: &str = "\
@@ -45,7 +46,9 @@ pub(crate) enum MachineCommand {
     Logs(LogsArgs),
     /// Copy files between here and a running machine: NAME:/PATH is there, - a tar stream
     Cp(CpArgs),
-    /// Change a machine that is stopped
+    /// Show what a machine's network refused
+    EgressEvents(EventsArgs),
+    /// Change a machine: its network's rules at once, the rest when it is stopped
     Update(Box<UpdateArgs>),
     /// Print the directory in which a machine is kept
     DataDir(NamedArgs),
@@ -61,6 +64,7 @@ impl MachineCommand {
             Self::Exec(args) => args.output.json,
             Self::Ls(args) => args.json,
             Self::Status(args) | Self::Stats(args) => args.json,
+            Self::EgressEvents(args) => args.json,
             _ => false,
         }
     }
@@ -244,9 +248,11 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) run: CommandArgs,
     #[command(flatten)]
+    pub(crate) network: NetworkArgs,
+    #[command(flatten)]
     pub(crate) output: OutputArgs,
     #[command(flatten)]
-    pub(crate) later: super::later::LaterArgs,
+    pub(crate) later: LaterArgs,
 }
 
 #[derive(Debug, Args)]
@@ -267,7 +273,9 @@ pub(crate) struct CreateArgs {
     #[command(flatten)]
     pub(crate) context: ContextArgs,
     #[command(flatten)]
-    pub(crate) later: super::later::LaterArgs,
+    pub(crate) network: NetworkArgs,
+    #[command(flatten)]
+    pub(crate) later: LaterArgs,
     /// What the machine runs whenever it is started; without one, the image's own
     #[arg(last = true, value_name = "CMD")]
     pub(crate) command: Vec<OsString>,
@@ -351,6 +359,18 @@ pub(crate) struct StatusArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct EventsArgs {
+    #[command(flatten)]
+    pub(crate) name: NameArg,
+    /// Only the last so many
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    pub(crate) limit: usize,
+    /// An array of objects instead of text
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct LogsArgs {
     #[command(flatten)]
     pub(crate) name: NameArg,
@@ -411,7 +431,9 @@ pub(crate) struct UpdateArgs {
     #[arg(long, value_name = "KEY")]
     pub(crate) remove_label: Vec<String>,
     #[command(flatten)]
-    pub(crate) later: super::later::LaterArgs,
+    pub(crate) network: NetworkChangeArgs,
+    #[command(flatten)]
+    pub(crate) later: LaterArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -22,9 +22,6 @@ pub(crate) enum Later {
     /// Not yet: save a running machine
     #[command(hide = true)]
     Checkpoint(AnyArgs),
-    /// Not yet: show refused connections
-    #[command(hide = true)]
-    EgressEvents(AnyArgs),
 }
 
 /// Whatever follows.
@@ -41,7 +38,6 @@ impl Later {
             Self::Pause(_) => "`machine pause`",
             Self::Resume(_) => "`machine resume`",
             Self::Checkpoint(_) => "`machine checkpoint`",
-            Self::EgressEvents(_) => "`machine egress-events`",
         })
     }
 }
@@ -78,14 +74,8 @@ macro_rules! later_args {
 later_args! {
     values {
         volume "volume" short 'v',
-        port "port" short 'p',
-        dns "dns",
         network "network",
-        net_backend "net-backend",
         guest_subnet "guest-subnet",
-        allow_host "allow-host",
-        allow_cidr "allow-cidr",
-        deny_cidr "deny-cidr",
         credential "credential",
         proxy "proxy",
         no_proxy "no-proxy",
@@ -100,12 +90,8 @@ later_args! {
         mount_socket "mount-socket",
     }
     flags {
-        net "net",
-        no_net "no-net",
         use_host_proxy "use-host-proxy",
         trust_host_certs "trust-host-certs",
-        allow_private "allow-private",
-        allow_host_loopback "allow-host-loopback",
         outbound_localhost_only "outbound-localhost-only",
         allow_system_mounts "allow-system-mounts",
         gpu "gpu",
@@ -130,9 +116,8 @@ mod tests {
     fn what_is_not_there_yet_is_refused_by_name_and_never_ignored() {
         for (words, named) in [
             (&["-v", "/a:/b"][..], "--volume"),
-            (&["-p", "80:80"], "--port"),
-            (&["--net"], "--net"),
-            (&["--allow-host=example.org"], "--allow-host"),
+            (&["--gpu"], "--gpu"),
+            (&["--secret-env=A=B"], "--secret-env"),
         ] {
             let all = ["bantam", "run", "-I", "x"].iter().chain(words);
             let Command::Machine(MachineCommand::Run(args)) =

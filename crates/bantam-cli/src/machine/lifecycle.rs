@@ -93,6 +93,7 @@ pub(super) fn update(global: &Global, args: &UpdateArgs) -> Outcome {
     args.later.check()?;
     let machines = global.machines()?;
     let name = args.name.required()?;
+    let before = machines.inspect(&name)?;
     let mut env = Vec::new();
     for (name, value) in command::environment(&args.env)? {
         env.push((text(&name)?, text(&value)?));
@@ -107,13 +108,12 @@ pub(super) fn update(global: &Global, args: &UpdateArgs) -> Outcome {
         user: args.user.clone(),
         labels: args.label.iter().cloned().collect(),
         remove_labels: args.remove_label.clone(),
+        network: args.network.apply(before.network.clone())?,
     };
     if changes.is_empty() {
-        machines.inspect(&name)?;
         out("No changes specified.\n")?;
         return Ok(0);
     }
-    let before = machines.inspect(&name)?;
     let after = machines.update(&name, &changes)?;
     let mut lines = format!("Updated machine '{name}':\n");
     let mut line = |what: &str, before: String, after: String| {
@@ -144,8 +144,21 @@ pub(super) fn update(global: &Global, args: &UpdateArgs) -> Outcome {
     for key in &changes.remove_labels {
         lines.push_str(&format!("  removed label: {key}\n"));
     }
-    out(&format!(
-        "{lines}\nStart with: bantam machine start --name {name}\n"
-    ))?;
+    if let Some(network) = &changes.network {
+        let state = if network.is_some() {
+            "enabled"
+        } else {
+            "disabled"
+        };
+        lines.push_str(&format!("  network: {state}\n"));
+    }
+    if after.state == MachineState::Running {
+        lines.push_str("\nIn force now.\n");
+    } else {
+        lines.push_str(&format!(
+            "\nStart with: bantam machine start --name {name}\n"
+        ));
+    }
+    out(&lines)?;
     Ok(0)
 }

@@ -30,7 +30,7 @@ struct MachineObject<'a> {
     mounts: usize,
     ports: usize,
     mount_list: [String; 0],
-    port_list: [String; 0],
+    port_list: Vec<String>,
     storage_gb: u32,
     overlay_gb: u32,
     backend: Option<&'static str>,
@@ -42,6 +42,10 @@ struct MachineObject<'a> {
 
 impl<'a> MachineObject<'a> {
     fn new(info: &'a MachineInfo) -> Self {
+        let network = info.network.as_ref();
+        let ports = network
+            .map(|network| network.port_list())
+            .unwrap_or_default();
         Self {
             name: info.name.as_str(),
             state: info.state.name(),
@@ -51,16 +55,16 @@ impl<'a> MachineObject<'a> {
             pid: info.pid,
             cpus: info.cpus,
             memory_mib: info.memory_mib,
-            // There is none yet, nor anything shared or published.
-            network: false,
+            network: info.network.is_some(),
             labels: &info.labels,
             created_at: info.created_at,
             started_at: info.started_at,
             ephemeral: info.ephemeral,
+            // Nothing can be shared yet.
             mounts: 0,
-            ports: 0,
+            ports: ports.len(),
             mount_list: [],
-            port_list: [],
+            port_list: ports,
             storage_gb: info.disk_gib,
             overlay_gb: info.disk_gib,
             backend: info.engine.map(|engine| engine.name()),

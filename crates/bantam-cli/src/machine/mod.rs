@@ -6,6 +6,7 @@ mod cp;
 mod later;
 mod lifecycle;
 mod list;
+mod network;
 mod result;
 mod run;
 mod stats;
@@ -40,6 +41,7 @@ pub(crate) fn machine(global: &Global, command: MachineCommand) -> Outcome {
         MachineCommand::Stats(args) => stats::stats(global, &args),
         MachineCommand::Cp(args) => cp::cp(global, &args),
         MachineCommand::Logs(args) => list::logs(global, &args),
+        MachineCommand::EgressEvents(args) => network::events(global, &args),
         MachineCommand::DataDir(args) => list::data_dir(global, &args),
         MachineCommand::Later(later) => Err(later.refusal()),
     }
@@ -69,6 +71,7 @@ fn exec(global: &Global, args: &ExecArgs) -> Outcome {
             engine: machine.engine(),
             took: started.elapsed(),
             timeline,
+            network: machine.has_network(),
             notes: &[],
         };
         result::print(output, &around)?;

@@ -18,6 +18,7 @@ pub(super) struct Around<'a> {
     pub(super) engine: EngineKind,
     pub(super) took: Duration,
     pub(super) timeline: &'a Timeline,
+    pub(super) network: bool,
     pub(super) notes: &'a [String],
 }
 
@@ -59,7 +60,7 @@ pub(super) fn print(output: Output, around: &Around<'_>) -> Result<(), Failure> 
         machine: around.machine,
         image: around.image,
         engine: around.engine.name(),
-        network: false,
+        network: around.network,
         seconds: around.took.as_secs_f64(),
         timings: timings_object(around.timeline),
         notes: around.notes,

@@ -8,6 +8,7 @@ use bantam::{Availability, EngineKind, Machine, MachineBuilder, MachineName, pro
 
 use super::args::{CreateArgs, MachineArgs, NameArg, RunArgs};
 use super::command::{self, Context, Done};
+use super::network::NetworkArgs;
 use super::result::{self, Around};
 use super::text;
 use crate::args::{Global, THIS_PROGRAM};
@@ -28,7 +29,7 @@ pub(super) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
     }
     command::check(&args.run)?;
     let context = Context::new(&args.run.context)?;
-    let mut builder = builder(global, &args.machine)?;
+    let mut builder = networked(builder(global, &args.machine)?, &args.network)?;
     if let Some(name) = &args.name {
         builder = builder.hostname(MachineName::parse(name)?.as_str());
     }
@@ -51,6 +52,7 @@ pub(super) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
             engine: report.engine,
             took: started.elapsed(),
             timeline: &report.timeline,
+            network: args.network.config()?.is_some(),
             notes: &notes,
         };
         result::print(output, &around)?;
@@ -76,6 +78,7 @@ fn run_detached(global: &Global, args: &RunArgs) -> Outcome {
     }
     .resolve()?;
     let builder = builder(global, &args.machine)?.ephemeral(args.rm);
+    let builder = networked(builder, &args.network)?;
     let builder = named(builder, &name, &args.label);
     let builder = defaults(builder, &args.run.context)?;
     let builder = workload(builder, &args.command, args.machine.entrypoint.as_deref())?;
@@ -101,6 +104,7 @@ pub(super) fn create(global: &Global, args: Box<CreateArgs>) -> Outcome {
         None => MachineName::generate()?,
     };
     let builder = builder(global, &args.machine)?.stop_on_exit(args.stop_on_exit);
+    let builder = networked(builder, &args.network)?;
     let builder = named(builder, &name, &args.label);
     let builder = defaults(builder, &args.context)?;
     let builder = workload(builder, &args.command, args.machine.entrypoint.as_deref())?;
@@ -109,8 +113,12 @@ pub(super) fn create(global: &Global, args: Box<CreateArgs>) -> Outcome {
         out(&format!("{name}\n"))?;
         return Ok(0);
     }
+    let ports = match info.network.map_or(0, |network| network.ports.len()) {
+        0 => String::new(),
+        ports => format!("  Ports: {ports}\n"),
+    };
     out(&format!(
-        "Created machine: {name}\n  CPUs: {}, Memory: {} MiB\n\n\
+        "Created machine: {name}\n  CPUs: {}, Memory: {} MiB\n{ports}\n\
          Use 'bantam machine start --name {name}' to start the machine\n\
          Then use 'bantam machine exec --name {name} -- <command>' to run commands\n",
         info.cpus, info.memory_mib
@@ -127,6 +135,13 @@ fn named(
     labels
         .iter()
         .fold(builder, |builder, (key, value)| builder.label(key, value))
+}
+
+fn networked(builder: MachineBuilder, args: &NetworkArgs) -> Result<MachineBuilder, Failure> {
+    Ok(match args.config()? {
+        Some(network) => builder.network(network),
+        None => builder,
+    })
 }
 
 fn builder(global: &Global, args: &MachineArgs) -> Result<MachineBuilder, Failure> {

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::Error;
 use crate::spec::Spec;
+use crate::{Error, NetworkConfig};
 
 /// What [`Machines::update`](crate::Machines::update) changes; what is `None` or empty stays.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -26,6 +26,9 @@ pub struct Changes {
     pub labels: BTreeMap<String, String>,
     /// Labels to take off.
     pub remove_labels: Vec<String>,
+    /// Another network, or none. If nothing but the policy of a network changes, and nothing else,
+    /// that is done while the machine runs.
+    pub network: Option<Option<NetworkConfig>>,
 }
 
 impl Changes {
@@ -33,6 +36,20 @@ impl Changes {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// The network whose policy is all that changes in a machine of this description.
+    pub(super) fn policy_only(&self, spec: &Spec) -> Option<&NetworkConfig> {
+        let network = self.network.as_ref()?.as_ref()?;
+        let rest = Self {
+            network: None,
+            ..self.clone()
+        };
+        let same_policy = NetworkConfig {
+            policy: spec.network.as_ref()?.policy.clone(),
+            ..network.clone()
+        };
+        (rest.is_empty() && Some(&same_policy) == spec.network.as_ref()).then_some(network)
     }
 
     pub(super) fn apply(&self, spec: &mut Spec) -> Result<(), Error> {
@@ -61,6 +78,9 @@ impl Changes {
         spec.labels
             .retain(|key, _| !self.remove_labels.contains(key));
         spec.labels.extend(self.labels.clone());
+        if let Some(network) = &self.network {
+            spec.network.clone_from(network);
+        }
         Ok(())
     }
 }
@@ -86,6 +106,26 @@ mod tests {
         assert_eq!((spec.cpus, spec.memory_mib), (before, 1024));
         assert_eq!(spec.defaults.env, [("A".to_owned(), "3".to_owned())]);
         assert!(spec.labels.is_empty());
+    }
+
+    #[test]
+    fn only_a_new_policy_alone_can_be_put_in_force_at_once() {
+        let mut spec = Spec::default();
+        let policy = |network: NetworkConfig| Changes {
+            network: Some(Some(network)),
+            ..Changes::default()
+        };
+        let private = policy(NetworkConfig::public().allow_private());
+        assert!(private.policy_only(&spec).is_none(), "there is no card");
+        spec.network = Some(NetworkConfig::public());
+        assert!(private.policy_only(&spec).is_some());
+        let more = Changes {
+            cpus: Some(2),
+            ..private
+        };
+        assert!(more.policy_only(&spec).is_none());
+        let port = NetworkConfig::public().publish("8080:80").unwrap();
+        assert!(policy(port).policy_only(&spec).is_none());
     }
 
     #[test]

@@ -10,7 +10,7 @@ use super::dir::MachineDir;
 use super::ipc::{Reply, Request, RunningStatus};
 use super::name::MachineName;
 use super::record::{EndKind, LastRun, Record};
-use crate::Error;
+use crate::{Error, NetworkConfig};
 
 /// How long a machine's process may take to say how it is before it counts as unreachable.
 const STATUS_LIMIT: Duration = Duration::from_secs(1);
@@ -71,6 +71,8 @@ pub struct MachineInfo {
     pub memory_mib: u32,
     /// Size of its disk in GiB.
     pub disk_gib: u32,
+    /// Its network, if it has one.
+    pub network: Option<NetworkConfig>,
     /// Labels.
     pub labels: BTreeMap<String, String>,
     /// When it was made; unix seconds.
@@ -126,6 +128,7 @@ fn damaged(name: &MachineName, reason: String) -> MachineInfo {
         cpus: 0,
         memory_mib: 0,
         disk_gib: 0,
+        network: None,
         labels: BTreeMap::new(),
         created_at: 0,
         started_at: None,
@@ -180,6 +183,7 @@ fn compose(record: Record, seen: Seen) -> MachineInfo {
         cpus: record.spec.cpus,
         memory_mib: record.spec.memory_mib,
         disk_gib: record.spec.disk_gib,
+        network: record.spec.network,
         labels: record.spec.labels,
         created_at: record.created_at,
         started_at: None,

@@ -15,15 +15,16 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::egress::EgressRecord;
 use super::name::MachineName;
 use super::record::EndKind;
-use crate::{Error, Home};
+use crate::{Error, Home, NetworkConfig};
 
 /// The most bytes of a message.
-const MAX_MESSAGE: usize = 256 << 10;
+const MAX_MESSAGE: usize = 1 << 20;
 
 /// What is asked of the process that has a machine, over its control socket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "snake_case")]
 pub(crate) enum Request {
     /// How it is.
@@ -39,6 +40,13 @@ pub(crate) enum Request {
     },
     /// End it at once.
     Kill,
+    /// Put another policy in force for its network, and into its record.
+    SetPolicy {
+        /// Only the policy of it is used.
+        network: NetworkConfig,
+    },
+    /// What its network refused.
+    EgressEvents,
 }
 
 /// The answers.
@@ -60,6 +68,13 @@ pub(crate) enum Reply {
         kind: EndKind,
         /// For people.
         reason: String,
+    },
+    /// To `SetPolicy`.
+    PolicySet,
+    /// To `EgressEvents`, the oldest first.
+    EgressEvents {
+        /// The events.
+        events: Vec<EgressRecord>,
     },
     /// It did not work.
     Failed(RemoteError),

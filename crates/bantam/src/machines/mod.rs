@@ -14,6 +14,7 @@
 mod attached;
 mod changes;
 mod dir;
+mod egress;
 mod info;
 mod ipc;
 mod log;
@@ -33,6 +34,7 @@ use bantam_vmm::Timeline;
 use self::attached::{Answer, Attached};
 pub use self::changes::Changes;
 use self::dir::{Locked, MachineDir};
+pub use self::egress::EgressRecord;
 pub use self::info::{MachineInfo, MachineState};
 use self::ipc::{Reply, Request, RunningStatus};
 pub use self::log::LogOptions;
@@ -42,7 +44,7 @@ pub use self::stats::MachineStats;
 pub use self::vmm::{Stopper, VmmProcess};
 use crate::machine::Facts;
 use crate::spec::Spec;
-use crate::{Error, Home, Machine, MachineBuilder, disk, guest};
+use crate::{Error, Home, Machine, MachineBuilder, NetworkConfig, disk, guest};
 
 /// How long the process of a machine that has ended may take to be gone.
 const EXIT_LIMIT: Duration = Duration::from_secs(10);
@@ -166,10 +168,7 @@ impl Machines {
         let timeline = Timeline::start();
         match running(&dir)? {
             Some(running) => self.attach(&dir, running, timeline),
-            None => Err(Error::NotRunning {
-                name: name.to_string(),
-                state: self.inspect(name)?.state.name().to_owned(),
-            }),
+            None => Err(self.not_running(name)?),
         }
     }
 
@@ -192,6 +191,7 @@ impl Machines {
             called: record.image,
             engine: running.engine,
             kernel_release: running.kernel_release,
+            has_network: record.spec.network.is_some(),
             defaults: record.spec.defaults,
         };
         let host = Attached::new(dir.clone(), running.pid);
@@ -260,7 +260,8 @@ impl Machines {
         }
     }
 
-    /// Changes a machine that does not run; `change` gets its present description.
+    /// Changes a machine that does not run. The policy of a network can be changed while the
+    /// machine runs; it then holds for connections that exist, too.
     ///
     /// # Errors
     /// [`Error::NoSuchMachine`], [`Error::MachineRuns`], or what is wrong with the change.
@@ -272,7 +273,11 @@ impl Machines {
             }))
         };
         match dir.lock(runs)? {
-            Locked::Instead(error) => Err(error),
+            Locked::Instead(error) => {
+                let network = changes.policy_only(&dir.record()?.spec).ok_or(error)?;
+                self.set_policy(&dir, network)?;
+                self.inspect(name)
+            }
             Locked::Mine(_lock) => {
                 let mut record = dir.record()?;
                 changes.apply(&mut record.spec)?;
@@ -281,6 +286,46 @@ impl Machines {
                 self.inspect(name)
             }
         }
+    }
+
+    fn set_policy(&self, dir: &MachineDir, network: &NetworkConfig) -> Result<(), Error> {
+        let request = Request::SetPolicy {
+            network: network.clone(),
+        };
+        match attached::ask(dir, request, attached::ANSWER_LIMIT)? {
+            // It ended meanwhile.
+            None => Err(Error::MachineBusy {
+                name: dir.name().to_string(),
+            }),
+            Some(answer) => match answer.reply {
+                Reply::PolicySet => Ok(()),
+                Reply::Failed(error) => Err(error.into()),
+                _ => Err(attached::strange()),
+            },
+        }
+    }
+
+    /// What the network of a running machine refused, the oldest first; at most the last 1024.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchMachine`], [`Error::NotRunning`], [`Error::Unreachable`].
+    pub fn egress_events(&self, name: &MachineName) -> Result<Vec<EgressRecord>, Error> {
+        let dir = self.dir(name);
+        match attached::ask(&dir, Request::EgressEvents, attached::ANSWER_LIMIT)? {
+            None => Err(self.not_running(name)?),
+            Some(answer) => match answer.reply {
+                Reply::EgressEvents { events } => Ok(events),
+                Reply::Failed(error) => Err(error.into()),
+                _ => Err(attached::strange()),
+            },
+        }
+    }
+
+    fn not_running(&self, name: &MachineName) -> Result<Error, Error> {
+        Ok(Error::NotRunning {
+            name: name.to_string(),
+            state: self.inspect(name)?.state.name().to_owned(),
+        })
     }
 
     /// All machines, by name. One that is made, started, stopped or removed at the same time is
@@ -328,10 +373,7 @@ impl Machines {
         let dir = self.dir(name);
         let guest = self.connect(name)?.stats()?;
         let Some(running) = running(&dir)? else {
-            return Err(Error::NotRunning {
-                name: name.to_string(),
-                state: MachineState::Stopped.name().to_owned(),
-            });
+            return Err(self.not_running(name)?);
         };
         Ok(stats::of_process(running.pid, &dir.disk(), guest))
     }

@@ -20,7 +20,7 @@ use crate::host::Host;
 use crate::local::{Boot, Local};
 use crate::machine::Facts;
 use crate::spec::Workload;
-use crate::{Error, Machine, disk};
+use crate::{Error, Machine, NetworkConfig, disk};
 
 /// How many requests are worked on at once; more wait in the socket's queue.
 const MAX_REQUESTS: usize = 256;
@@ -206,7 +206,8 @@ impl VmmProcess {
             image,
             called: record.image.clone(),
             engine: local.engine(),
-            kernel_release: local.kernel_release(),
+            kernel_release: local.kernel_release().to_owned(),
+            has_network: record.spec.network.is_some(),
             defaults: record.spec.defaults.clone(),
         };
         let machine = Machine::attached(Arc::clone(&local) as Arc<dyn Host>, facts, timeline);
@@ -309,6 +310,17 @@ impl Serving {
                 };
                 self.ended_reply(Ok(cause))
             }
+            Request::SetPolicy { network } => match self.set_policy(network) {
+                Ok(()) => Reply::PolicySet,
+                Err(error) => Reply::Failed(RemoteError::new(&error)),
+            },
+            Request::EgressEvents => {
+                let network = self.local.get().and_then(|local| local.network());
+                let events = network.map_or_else(Vec::new, |network| network.events(0));
+                Reply::EgressEvents {
+                    events: events.into_iter().map(Into::into).collect(),
+                }
+            }
         };
         ipc::send(stream, &reply, given.as_ref().map(AsFd::as_fd))?;
         if matches!(reply, Reply::Ended { .. }) {
@@ -327,6 +339,21 @@ impl Serving {
         local
             .connect_exec()
             .map_err(Error::io("cannot open a stream to the guest"))
+    }
+
+    /// This process has the machine's lock, so that it alone can write the record.
+    fn set_policy(&self, network: NetworkConfig) -> Result<(), Error> {
+        let running = self.local.get().and_then(|local| local.network());
+        let mut record = self.dir.record()?;
+        let (Some(running), Some(recorded)) = (running, record.spec.network.as_mut()) else {
+            return Err(Error::BadChange(
+                "it runs without a network card; stop it first".to_owned(),
+            ));
+        };
+        recorded.policy = network.policy.clone();
+        self.dir.write_record(&record)?;
+        running.update(network.policy);
+        Ok(())
     }
 
     fn stop(&self, grace: Duration, limit: Duration) -> Result<ExitCause, Error> {
@@ -383,7 +410,7 @@ impl Serving {
                 pid: run.pid,
                 started_at: run.started_at,
                 engine: local.engine(),
-                kernel_release: local.kernel_release(),
+                kernel_release: local.kernel_release().to_owned(),
                 workload_exit: run.workload.as_ref().map(|end| end.exit_code),
             }),
         }
