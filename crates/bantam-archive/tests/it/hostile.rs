@@ -9,14 +9,14 @@ use std::path::Path;
 use bantam_archive::{Error, Place, Unpack, unpack};
 use tar::EntryType;
 
-use crate::support::{Archive, below, tree, unpacked};
+use crate::support::{Archive, below, in_memory, tree, unpacked};
 
 /// A destination, and beside it what no archive may touch.
 struct Site(tempfile::TempDir);
 
 impl Site {
     fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = in_memory();
         fs::create_dir_all(dir.path().join("outside/dir")).unwrap();
         fs::write(dir.path().join("outside/secret"), "secret").unwrap();
         fs::create_dir(dir.path().join("dest")).unwrap();
@@ -380,4 +380,57 @@ fn a_directory_closed_to_all_can_be_filled_and_is_closed_at_the_end() {
     let closed = site.dest().join("closed");
     assert_eq!(fs::metadata(&closed).unwrap().mode() & 0o777, 0o555);
     assert!(Path::new(&closed).join("file").is_file());
+}
+
+/// The same numbers each time (xorshift64).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from(self.0 % limit as u64).unwrap()
+    }
+}
+
+#[test]
+fn archives_with_anything_changed_are_errors_or_trees_and_touch_nothing_else() {
+    let good = Archive::default()
+        .dir("d")
+        .file("d/f", b"contents")
+        .symlink("d/s", "../../outside/secret")
+        .link("d/g", "d/f")
+        .pax("path", b"d/a longer name")
+        .file("x", &[7; 700])
+        .entry(EntryType::GNULongName, b"long", b"", b"way-out/new\0")
+        .file("y", b"y")
+        .entry(EntryType::Fifo, b"fifo", b"", b"")
+        .file("mine", b"replaced")
+        .end();
+    // What a change is most likely to matter with.
+    let bytes = b"\0/.017x\xff 2";
+    let mut numbers = Numbers(0x1234_5678_9abc_def1);
+    for _ in 0..1500 {
+        let mut archive = good.clone();
+        for _ in 0..=numbers.below(3) {
+            let at = numbers.below(archive.len());
+            archive[at] = if numbers.below(2) == 0 {
+                bytes[numbers.below(bytes.len())]
+            } else {
+                u8::try_from(numbers.below(256)).unwrap()
+            };
+            // A header whose checksum is right again.
+            if numbers.below(8) > 0 {
+                let block = &mut archive[at / 512 * 512..][..512];
+                block[148..156].fill(b' ');
+                let sum: u32 = block.iter().map(|byte| u32::from(*byte)).sum();
+                block[148..155].copy_from_slice(format!("{sum:06o}\0").as_bytes());
+            }
+        }
+        if numbers.below(4) == 0 {
+            archive.truncate(numbers.below(archive.len()));
+        }
+        let _ = Site::new().take(&archive);
+    }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use bantam_archive::{Error, Place, Source, Summary, Unpack, pack, unpack};
 
-use crate::support::{assert_same, below, has, packed, tree, unpacked};
+use crate::support::{assert_same, below, has, in_memory, packed, tree, unpacked};
 
 /// A tree with one of everything that a copy keeps.
 fn plant(root: &Path) {
@@ -73,11 +73,6 @@ fn plant(root: &Path) {
     set("of-65536", 0o755, 4_000_000_000, 1);
     set("long", 0o555, 1_000_000_000, 999_999_999);
     set("exactly", 0o700, -86_400, 0);
-}
-
-/// For what would keep a disk busy.
-fn in_memory() -> tempfile::TempDir {
-    tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| tempfile::tempdir().unwrap())
 }
 
 #[test]

@@ -9,6 +9,11 @@ use std::path::{Path, PathBuf};
 use bantam_archive::{Error, Place, Source, Summary, Unpack, pack, unpack};
 use tar::{EntryType, Header};
 
+/// For what would keep a disk busy.
+pub(crate) fn in_memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| tempfile::tempdir().unwrap())
+}
+
 /// Packs a path into memory.
 pub(crate) fn packed(path: &Path) -> (Vec<u8>, Summary) {
     let mut archive = Vec::new();
