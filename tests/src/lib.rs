@@ -11,9 +11,11 @@
 //! | `BANTAM_GUEST_DIR` | guest kernel and initramfs |
 //! | `BANTAM_HOME` | the image store that the tests share |
 
+mod home;
+
 use std::env;
 use std::ffi::OsStr;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -21,6 +23,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+pub use home::{MEMORY_MIB, SHARED, TestHome, eventually};
 use rustix::process::Pid;
 
 /// Begins the word by which the processes of one run are known.
@@ -105,23 +108,19 @@ impl Setup {
     }
 
     /// As [`Setup::bantam`], with `input` on standard input.
-    ///
-    /// # Panics
-    /// If the program cannot be started.
     pub fn bantam_with_input<S: AsRef<OsStr>>(
         &self,
         input: &[u8],
         args: impl IntoIterator<Item = S>,
     ) -> Run {
-        let mut running = self.start(args, Stdio::piped());
-        let stdin = running.child.stdin.take();
-        thread::scope(|scope| {
-            scope.spawn(move || {
-                // A program that does not read to the end is part of some tests.
-                let _ = stdin.map(|mut stdin| stdin.write_all(input));
-            });
-            running.finish()
-        })
+        self.start(args, Stdio::piped()).finish_with_input(input)
+    }
+
+    /// `bantam ARGS`, not started.
+    pub fn command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(args);
+        command
     }
 
     /// `run -I IMAGE --engine ENGINE ARGS`, with a word in the guest's command line, and so in
@@ -149,37 +148,12 @@ impl Setup {
     }
 
     /// Starts the program in a process group of its own.
-    ///
-    /// # Panics
-    /// If it cannot be started.
     pub fn start<S: AsRef<OsStr>>(
         &self,
         args: impl IntoIterator<Item = S>,
         stdin: Stdio,
     ) -> Running {
-        let args: Vec<_> = args
-            .into_iter()
-            .map(|arg| arg.as_ref().to_owned())
-            .collect();
-        let mark = args
-            .iter()
-            .filter_map(|arg| arg.to_str())
-            .find(|arg| arg.starts_with(MARK))
-            .map(str::to_owned);
-        let child = Command::new(&self.program)
-            .args(args)
-            .stdin(stdin)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .process_group(0)
-            .spawn()
-            .unwrap_or_else(|error| panic!("cannot start {}: {error}", self.program.display()));
-        Running {
-            group: Pid::from_child(&child),
-            mark,
-            started: Instant::now(),
-            child,
-        }
+        Running::start(self.command(args).stdin(stdin))
     }
 }
 
@@ -194,6 +168,64 @@ pub struct Running {
 }
 
 impl Running {
+    /// Starts a command in a process group of its own, its output piped.
+    ///
+    /// # Panics
+    /// If it cannot be started.
+    pub fn start(command: &mut Command) -> Self {
+        let mark = command
+            .get_args()
+            .filter_map(OsStr::to_str)
+            .find(|arg| arg.starts_with(MARK))
+            .map(str::to_owned);
+        let child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        Self {
+            group: Pid::from_child(&child),
+            mark,
+            started: Instant::now(),
+            child,
+        }
+    }
+
+    /// Waits for it to write so much, and returns that.
+    ///
+    /// # Panics
+    /// If it ends before.
+    pub fn read(&mut self, bytes: usize) -> String {
+        let mut buffer = vec![0; bytes];
+        let stdout = self.child.stdout.as_mut();
+        let read = stdout.map(|stdout| stdout.read_exact(&mut buffer));
+        if !matches!(read, Some(Ok(()))) {
+            let mut said = String::new();
+            // It is said as far as it can be read.
+            let _ = self
+                .child
+                .stderr
+                .as_mut()
+                .map(|stderr| stderr.read_to_string(&mut said));
+            panic!("the program ended before it wrote {bytes} bytes: {said}");
+        }
+        String::from_utf8_lossy(&buffer).into_owned()
+    }
+
+    /// As [`Running::finish`], with `input` on its standard input, which must be a pipe.
+    #[must_use]
+    pub fn finish_with_input(mut self, input: &[u8]) -> Run {
+        let stdin = self.child.stdin.take();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                // A program that does not read to the end is part of some tests.
+                let _ = stdin.map(|mut stdin| stdin.write_all(input));
+            });
+            self.finish()
+        })
+    }
+
     /// Interrupts it as a terminal's Ctrl-C does: the whole foreground group.
     ///
     /// # Panics
@@ -252,7 +284,7 @@ impl Running {
     }
 }
 
-fn collect(mut stream: impl std::io::Read + Send + 'static) -> thread::JoinHandle<Vec<u8>> {
+fn collect(mut stream: impl Read + Send + 'static) -> thread::JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
         // A read error leaves the bytes short, which the test's own check shows.
