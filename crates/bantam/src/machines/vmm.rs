@@ -135,12 +135,16 @@ impl VmmProcess {
         let listener = serving.dir.listen()?;
         serving.dir.write_last_run(&serving.lock_run())?;
         accept(listener, &serving)?;
-        let started = self.start(&record);
+        let answered = Arc::new(AtomicBool::new(false));
+        let started = self
+            .exit_with_the_starter(&answered)
+            .and_then(|()| self.start(&record, &answered));
         if let Err(error) = &started {
+            serving.failed(error);
+            answered.store(true, Ordering::Release);
             let reply = Reply::Failed(RemoteError::new(error));
             // One that went away needs no answer.
             let _ = ipc::send(&self.starter, &reply, None);
-            serving.failed(error);
         }
         drop(self.starter);
         if let Some(local) = serving.local.get() {
@@ -158,8 +162,7 @@ impl VmmProcess {
     }
 
     /// Boots, starts the workload, and tells the starting process. Nothing runs after an error.
-    fn start(&self, record: &Record) -> Result<(), Error> {
-        let ready = self.exit_with_the_starter()?;
+    fn start(&self, record: &Record, answered: &AtomicBool) -> Result<(), Error> {
         let (local, machine) = self.boot(record)?;
         let _ = self.serving.local.set(Arc::clone(&local));
         // The agent answers only when the rest of its set-up is done, which may fail, too.
@@ -167,7 +170,7 @@ impl VmmProcess {
             .stats()
             .and_then(|_| run_workload(&machine, record, &self.serving))
             .and_then(|()| {
-                ready.store(true, Ordering::Release);
+                answered.store(true, Ordering::Release);
                 ipc::send(&self.starter, &self.serving.status(), None)
                     .map_err(Error::io("the starting process is gone"))
             });
@@ -214,11 +217,10 @@ impl VmmProcess {
         Ok((local, machine))
     }
 
-    /// A start that was interrupted must leave nothing: until the returned flag is set, this
-    /// process ends with the one that started it. The kernel takes care of everything else.
-    fn exit_with_the_starter(&self) -> Result<Arc<AtomicBool>, Error> {
-        let ready = Arc::new(AtomicBool::new(false));
-        let watched = Arc::clone(&ready);
+    /// A start that was interrupted must leave nothing: until the flag is set, this process ends
+    /// with the one that started it. The kernel takes care of everything else.
+    fn exit_with_the_starter(&self, answered: &Arc<AtomicBool>) -> Result<(), Error> {
+        let answered = Arc::clone(answered);
         let serving = Arc::clone(&self.serving);
         let mut starter = self
             .starter
@@ -229,11 +231,11 @@ impl VmmProcess {
             .spawn(move || {
                 // It sends nothing more: the read ends when it hangs up.
                 let _ = starter.read(&mut [0]);
-                if !watched.load(Ordering::Acquire) {
+                if !answered.load(Ordering::Acquire) {
                     serving.give_up("the start was interrupted");
                 }
             })
-            .map(|_| ready)
+            .map(drop)
             .map_err(Error::io("cannot start a thread"))
     }
 }
