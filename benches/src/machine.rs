@@ -27,7 +27,7 @@ fn start(bench: &Bench) -> Result<Machine, Error> {
         .start()?)
 }
 
-fn run_true(machine: &Machine) -> Result<(), Error> {
+pub(crate) fn run_true(machine: &Machine) -> Result<(), Error> {
     let status = machine.exec(["true"]).output()?.status;
     if status.success() {
         Ok(())

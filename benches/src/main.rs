@@ -10,6 +10,7 @@ mod exits;
 mod images;
 mod machine;
 mod memory;
+mod named;
 mod program;
 mod report;
 
@@ -190,13 +191,24 @@ fn measure(args: Args, engine: EngineKind) -> Report {
         Box::new(move |r| machine::resident(bench, counted, r, progress)),
     ));
     all.push((
+        "named-exec",
+        Box::new(move |r| named::exec(bench, r, progress)),
+    ));
+    all.push((
+        "cycles",
+        Box::new(move |r| named::cycles(bench, r, progress)),
+    ));
+    all.push((
         "stream",
         Box::new(move |r| machine::stream(bench, r, progress)),
     ));
 
     let mut report = Report::default();
     for (name, measure) in all {
-        if name.contains(&args.filter)
+        if name == "cycles" && args.filter.is_empty() {
+            let reason = "takes minutes: only with --filter cycles".to_owned();
+            report.skipped.push(Skipped { name, reason });
+        } else if name.contains(&args.filter)
             && let Err(error) = measure(&mut report)
         {
             let reason = error.to_string();

@@ -67,12 +67,22 @@ pub(crate) fn anonymous_kib() -> Result<u64, Error> {
 
 /// The processes that this one started.
 pub(crate) fn children() -> Result<Vec<u32>, Error> {
+    children_of(std::process::id())
+}
+
+/// The processes that `parent_pid` started.
+pub(crate) fn children_of(parent_pid: u32) -> Result<Vec<u32>, Error> {
+    let mut all = processes()?;
+    all.retain(|pid| parent(*pid) == Some(parent_pid));
+    Ok(all)
+}
+
+/// All processes of the host.
+pub(crate) fn processes() -> Result<Vec<u32>, Error> {
     let proc = Path::new("/proc");
-    let own = std::process::id();
     let entries = fs::read_dir(proc).map_err(Error::file("reading", proc))?;
     Ok(entries
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-        .filter(|pid| parent(*pid) == Some(own))
         .collect())
 }
 
