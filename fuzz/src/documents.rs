@@ -23,6 +23,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         serde_json::json!({"schemaVersion": 2, "manifests": [descriptor, descriptor]}),
         serde_json::json!({"schemaVersion": 2, "config": descriptor, "layers": [descriptor], "subject": null,
             "mediaType": "application/vnd.oci.image.manifest.v1+json", "artifactType": "x/y"}),
+        serde_json::json!({"schemaVersion": 2, "manifests": [], "config": descriptor, "layers": []}),
         serde_json::json!({"schemaVersion": 1, "fsLayers": []}),
         serde_json::json!({"architecture": "amd64", "os": "linux", "variant": null, "history": [{"empty_layer": true}],
             "rootfs": {"type": "layers", "diff_ids": [id]},

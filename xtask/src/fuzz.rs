@@ -1,6 +1,7 @@
 //! `cargo xtask fuzz`: builds the targets of `fuzz/` with coverage counters and runs each for a
-//! bounded time. Needs no nightly compiler and no cargo-fuzz: libFuzzer comes with a crate, and the
-//! counters are an LLVM pass that rustc can be told to run.
+//! bounded time. Needs no nightly compiler and no cargo-fuzz: libFuzzer comes with a crate, the
+//! counters are an LLVM pass that rustc can be told to run, and the stable toolchain holds the
+//! runtime of AddressSanitizer, though it has to be told to let us use it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,6 +22,9 @@ pub(crate) const SECONDS: u32 = 20;
 /// Longest time of one input, and most memory of a target: more is a finding.
 const INPUT_SECONDS: u32 = 10;
 const MEMORY_MIB: u32 = 1024;
+/// How much longer than it was told a target may run. libFuzzer counts neither its start nor the inputs that it begins
+/// with, of which there are more each time.
+const GRACE_SECONDS: u32 = 120;
 /// Largest input that is tried.
 const INPUT_BYTES: u32 = 64 << 10;
 
@@ -108,12 +112,13 @@ fn build() -> Result<std::result::Result<PathBuf, String>> {
         return Ok(Err(format!("its crates cannot be had: {why}")));
     }
     let dir = host::target_dir().join("fuzz");
-    let passes = [
+    let flags = [
         "-Cpasses=sancov-module",
         "-Cllvm-args=-sanitizer-coverage-level=4",
         "-Cllvm-args=-sanitizer-coverage-inline-8bit-counters",
         "-Cllvm-args=-sanitizer-coverage-pc-table",
         "-Cllvm-args=-sanitizer-coverage-trace-compares",
+        "-Zsanitizer=address",
     ];
     let mut cargo = host::cargo();
     cargo
@@ -122,7 +127,9 @@ fn build() -> Result<std::result::Result<PathBuf, String>> {
         // With a target named, the flags leave build scripts alone, which could not link.
         .args(["--target", &triple, "--target-dir"])
         .arg(&dir)
-        .env("RUSTFLAGS", passes.join(" "));
+        .env("RUSTFLAGS", flags.join(" "))
+        // Lets a stable compiler take the last flag.
+        .env("RUSTC_BOOTSTRAP", "1");
     host::run_quiet(&mut cargo)?;
     Ok(Ok(dir.join(triple).join("release")))
 }
@@ -136,8 +143,11 @@ fn run_target(programs: &Path, target: &str, seconds: u32) -> Result<Option<Stri
     host::create_dir(&found)?;
     let log = found.join("log");
     let file = fs::File::create(&log).map_err(Error::file("creating", &log))?;
-    let mut program = Command::new(programs.join(target));
+    let mut program = Command::new("timeout");
     program
+        .arg("--kill-after=10")
+        .arg(seconds.saturating_add(GRACE_SECONDS).to_string())
+        .arg(programs.join(target))
         .arg(&corpus)
         .arg(format!("-max_total_time={seconds}"))
         .arg(format!("-timeout={INPUT_SECONDS}"))
@@ -146,6 +156,8 @@ fn run_target(programs: &Path, target: &str, seconds: u32) -> Result<Option<Stri
         .arg(format!("-artifact_prefix={}/", found.display()))
         .env("BANTAM_FUZZ_SEEDS", &corpus)
         .env("RUST_BACKTRACE", "1")
+        // A leak is no error in Rust. Freed memory that is held back counts for the limit.
+        .env("ASAN_OPTIONS", "detect_leaks=0:quarantine_size_mb=64")
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(file);
@@ -154,6 +166,11 @@ fn run_target(programs: &Path, target: &str, seconds: u32) -> Result<Option<Stri
         return Ok(None);
     }
     let text = String::from_utf8_lossy(&host::read(&log)?).into_owned();
+    // What timeout(1) ends with, having killed the target.
+    let status = match status.code() {
+        Some(124 | 137) => "did not end".to_owned(),
+        _ => status.to_string(),
+    };
     Ok(Some(format!(
         "fuzz target {target} ({status}):\n{}\n",
         host::last_lines(&text, 40)
