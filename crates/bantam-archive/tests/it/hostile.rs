@@ -1,9 +1,9 @@
 //! Archives made to reach outside, to hang, or to fill memory.
 
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::{self, Read};
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
 use bantam_archive::{Error, Place, Unpack, unpack};
@@ -373,13 +373,17 @@ fn a_directory_closed_to_all_can_be_filled_and_is_closed_at_the_end() {
         let dir = from.path().join("closed");
         fs::create_dir(&dir).unwrap();
         fs::write(dir.join("file"), "x").unwrap();
-        fs::set_permissions(&dir, std::os::unix::fs::PermissionsExt::from_mode(0o555)).unwrap();
-        crate::support::packed(&dir)
+        fs::set_permissions(&dir, Permissions::from_mode(0o555)).unwrap();
+        let packed = crate::support::packed(&dir);
+        fs::set_permissions(&dir, Permissions::from_mode(0o755)).unwrap();
+        packed
     };
     site.take(&archive).unwrap();
     let closed = site.dest().join("closed");
     assert_eq!(fs::metadata(&closed).unwrap().mode() & 0o777, 0o555);
     assert!(Path::new(&closed).join("file").is_file());
+    // So that an ordinary user can remove it.
+    fs::set_permissions(&closed, Permissions::from_mode(0o755)).unwrap();
 }
 
 /// The same numbers each time (xorshift64).
