@@ -4,6 +4,7 @@
 //! inputs that libFuzzer begins with. They are made by code, so that the repository holds no blobs.
 
 pub mod documents;
+pub mod frames;
 mod image;
 pub mod kernel;
 pub mod layers;
