@@ -78,6 +78,9 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) plain_http: Vec<String>,
+    /// Connect to registries at public addresses only, for references that others choose
+    #[arg(long, global = true, help_heading = "Global options")]
+    pub(crate) public_registries_only: bool,
     /// Ask MIRROR before the registry HOST itself (repeatable; docker.io is Docker Hub)
     #[arg(
         long,
@@ -109,6 +112,7 @@ impl Global {
     pub(crate) fn registries(&self) -> Registries {
         let mut registries = Registries {
             plain_http: self.plain_http.clone(),
+            public_only: self.public_registries_only,
             ..Registries::default()
         };
         for (host, mirror) in &self.mirror {

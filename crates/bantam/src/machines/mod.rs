@@ -22,7 +22,9 @@ mod name;
 mod record;
 mod start;
 mod stats;
+mod stop_signal;
 mod vmm;
+mod workload;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

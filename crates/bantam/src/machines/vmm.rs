@@ -7,19 +7,18 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bantam_image::Store;
 use bantam_vmm::{ExitCause, Timeline};
 
 use super::dir::{MachineDir, MachineLock};
 use super::ipc::{self, RemoteError, Reply, Request, RunningStatus, StartRequest};
-use super::log::Log;
 use super::record::{End, EndKind, LastRun, Record, WorkloadEnd};
+use super::workload::{self, RunningWorkload};
 use crate::host::Host;
 use crate::local::{Boot, Local};
 use crate::machine::Facts;
-use crate::spec::Workload;
 use crate::{Error, Machine, NetworkConfig, disk};
 
 /// How many requests are worked on at once; more wait in the socket's queue.
@@ -60,11 +59,12 @@ impl Stopper {
 
 /// What the threads of the process share.
 #[derive(Debug)]
-struct Serving {
-    dir: MachineDir,
+pub(super) struct Serving {
+    pub(super) dir: MachineDir,
     run: Mutex<LastRun>,
     /// Once it has booted.
     local: OnceLock<Arc<Local>>,
+    pub(super) workload: RunningWorkload,
     /// Somebody asked for the end.
     stopping: AtomicBool,
     requests: AtomicUsize,
@@ -107,6 +107,7 @@ impl VmmProcess {
             dir: MachineDir::new(request.home.machines(), &request.name),
             run: Mutex::new(run),
             local: OnceLock::new(),
+            workload: RunningWorkload::default(),
             stopping: AtomicBool::new(false),
             requests: AtomicUsize::new(0),
         };
@@ -168,7 +169,7 @@ impl VmmProcess {
         // The agent answers only when the rest of its set-up is done, which may fail, too.
         let told = machine
             .stats()
-            .and_then(|_| run_workload(&machine, record, &self.serving))
+            .and_then(|_| workload::run(&machine, record, &self.serving))
             .and_then(|()| {
                 answered.store(true, Ordering::Release);
                 ipc::send(&self.starter, &self.serving.status(), None)
@@ -358,10 +359,14 @@ impl Serving {
         Ok(())
     }
 
-    fn stop(&self, grace: Duration, limit: Duration) -> Result<ExitCause, Error> {
+    pub(super) fn stop(&self, grace: Duration, limit: Duration) -> Result<ExitCause, Error> {
         self.stopping.store(true, Ordering::Release);
         match self.local.get() {
-            Some(local) => local.stop(grace, limit),
+            Some(local) => {
+                let begun = Instant::now();
+                self.workload.stop(grace);
+                local.stop(grace.saturating_sub(begun.elapsed()), limit)
+            }
             None => self.give_up("it was stopped while it was being started"),
         }
     }
@@ -418,7 +423,7 @@ impl Serving {
         }
     }
 
-    fn workload_ended(&self, end: WorkloadEnd) -> Result<(), Error> {
+    pub(super) fn workload_ended(&self, end: WorkloadEnd) -> Result<(), Error> {
         let mut run = self.lock_run();
         run.workload = Some(end);
         self.dir.write_last_run(&run)
@@ -449,35 +454,4 @@ impl Serving {
     fn lock_run(&self) -> MutexGuard<'_, LastRun> {
         self.run.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Starts what the machine is for, or keeps the machine if it is for nothing in particular.
-fn run_workload(machine: &Machine, record: &Record, serving: &Arc<Serving>) -> Result<(), Error> {
-    let Workload { args, entrypoint } = record.spec.workload.clone().unwrap_or_default();
-    let exec = match machine.workload(&args, entrypoint.as_deref().map(AsRef::as_ref)) {
-        Ok(exec) => exec,
-        // Neither the image nor the user named anything: people will come with commands.
-        Err(_) if record.spec.workload.is_none() => return Ok(()),
-        Err(error) => return Err(error),
-    };
-    let log = Log::open(&serving.dir.output())?;
-    let serving = Arc::clone(serving);
-    let ends_machine = record.ephemeral || record.spec.stop_on_exit;
-    thread::Builder::new()
-        .name("workload".to_owned())
-        .spawn(move || {
-            let result = exec
-                .pipe(&mut log.writer(), &mut log.writer())
-                .map(|finished| finished.status);
-            // The machine goes on if that cannot be written down; the log of the process tells.
-            if let Err(error) = serving.workload_ended(WorkloadEnd::new(&result)) {
-                tracing::warn!(%error, "cannot record the end of the workload");
-            }
-            if ends_machine {
-                // It is killed if it cannot be asked.
-                let _ = serving.stop(Machine::STOP_GRACE, Machine::STOP_LIMIT);
-            }
-        })
-        .map(drop)
-        .map_err(Error::io("cannot start the thread for the workload"))
 }
