@@ -63,7 +63,7 @@ pub fn serve(device: Box<dyn VirtioDevice>, socket: UnixStream) -> io::Result<Se
     let name = format!("vhost-{:?}", device.device_type()).to_lowercase();
     let backend = Arc::new(Mutex::new(Backend::new(device)));
     let (ours, theirs) = (socket.try_clone()?, socket.try_clone()?);
-    let mut handler = BackendReqHandler::from_stream(socket, backend);
+    let mut handler = BackendReqHandler::from_stream(socket, backend.clone());
     let thread = std::thread::Builder::new()
         .name(name.clone())
         .spawn(move || {
@@ -71,6 +71,12 @@ pub fn serve(device: Box<dyn VirtioDevice>, socket: UnixStream) -> io::Result<Se
                 match handler.handle_request() {
                     Ok(()) => {}
                     Err(VhostError::SocketRetry(_)) => {}
+                    // QEMU enables the rings of a network card before it says what it takes. Until
+                    // it has, rings are enabled anyway, says the specification.
+                    Err(VhostError::InactiveFeature(_)) => {
+                        let mut backend = backend.lock().unwrap_or_else(PoisonError::into_inner);
+                        backend.enable_rings();
+                    }
                     Err(
                         VhostError::Disconnected
                         | VhostError::PartialMessage
@@ -206,6 +212,12 @@ impl Backend {
         self.device.features()
             | features::TRANSPORT
             | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+    }
+
+    fn enable_rings(&mut self) {
+        for ring in &mut self.rings {
+            ring.enabled = true;
+        }
     }
 
     fn ring(&mut self, index: u32) -> VhostResult<&mut Ring> {
@@ -492,8 +504,10 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> VhostResult<()> {
-        self.ring(index)?.enabled = enable;
-        if enable {
+        let was_enabled = std::mem::replace(&mut self.ring(index)?.enabled, enable);
+        if enable && was_enabled && self.running {
+            Ok(())
+        } else if enable {
             self.start_if_ready()
         } else {
             self.stop();

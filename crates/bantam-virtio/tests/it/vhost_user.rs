@@ -2,6 +2,7 @@
 //! away, and lying.
 
 use std::fs::File;
+use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,6 +16,8 @@ use vhost::vhost_user::message::VhostUserHeaderFlag;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
+
+use crate::net_driver::card;
 
 /// A front-end up to the point where features are settled.
 fn front_end() -> (Frontend, Server) {
@@ -47,7 +50,21 @@ fn start(
     kick: &EventFd,
     call: &EventFd,
 ) {
-    let config = guest.configs()[0];
+    set_up(front_end, guest, memory, 0, base, kick, call);
+    front_end.set_vring_enable(0, true).unwrap();
+}
+
+/// Sets up a ring, to go on at `base`.
+fn set_up(
+    front_end: &Frontend,
+    guest: &Guest,
+    memory: &GuestRam,
+    ring: usize,
+    base: u16,
+    kick: &EventFd,
+    call: &EventFd,
+) {
+    let config = guest.configs()[ring];
     let user = |addr| memory.get_host_address(GuestAddress(addr)).unwrap() as u64;
     let addresses = VringConfigData {
         queue_max_size: config.size,
@@ -58,12 +75,11 @@ fn start(
         avail_ring_addr: user(config.avail_ring),
         log_addr: None,
     };
-    front_end.set_vring_num(0, config.size).unwrap();
-    front_end.set_vring_base(0, base).unwrap();
-    front_end.set_vring_addr(0, &addresses).unwrap();
-    front_end.set_vring_call(0, call).unwrap();
-    front_end.set_vring_kick(0, kick).unwrap();
-    front_end.set_vring_enable(0, true).unwrap();
+    front_end.set_vring_num(ring, config.size).unwrap();
+    front_end.set_vring_base(ring, base).unwrap();
+    front_end.set_vring_addr(ring, &addresses).unwrap();
+    front_end.set_vring_call(ring, call).unwrap();
+    front_end.set_vring_kick(ring, kick).unwrap();
 }
 
 fn event() -> EventFd {
@@ -90,6 +106,58 @@ fn rings() -> (Guest, Arc<GuestRam>) {
     let guest = Guest::attach(Transport::Direct, Box::new(RngDevice::new()), 16);
     let memory = guest.memory.clone();
     (guest, memory)
+}
+
+/// QEMU's network card: enables its rings before it says what it takes, and gives them their
+/// descriptors one by one afterwards; a second time, too.
+#[test]
+fn rings_may_be_enabled_before_the_features_are_known() {
+    let (device, network) = card();
+    let mut guest = Guest::attach(Transport::Direct, Box::new(card().0), 16);
+    let memory = guest.memory.clone();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut raw = ours.try_clone().unwrap();
+    let _server = serve(Box::new(device), theirs).unwrap();
+    let mut front_end = Frontend::from_stream(ours, 2);
+    front_end.set_owner().unwrap();
+    let features = front_end.get_features().unwrap();
+    let protocol = front_end.get_protocol_features().unwrap();
+    front_end.set_protocol_features(protocol).unwrap();
+    for ring in [0, 1] {
+        // SET_VRING_ENABLE, version 1, 8 bytes: the ring, 1.
+        for word in [18_u32, 1, 8, ring, 1] {
+            raw.write_all(&word.to_le_bytes()).unwrap();
+        }
+    }
+    front_end.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+    let (kicks, calls) = ([event(), event()], [event(), event()]);
+    let packet = guest.place(&[0; 72]);
+    for base in [0, 1] {
+        front_end.set_features(features).unwrap();
+        share(&front_end, &memory);
+        for ring in [0, 1] {
+            let base = if ring == 1 { base } else { 0 };
+            set_up(
+                &front_end,
+                &guest,
+                &memory,
+                ring,
+                base,
+                &kicks[ring],
+                &calls[ring],
+            );
+        }
+        guest.rings[1].add(&[Buffer::readable(packet, 72)]);
+        kicks[1].write(1).unwrap();
+        while guest.rings[1].take_used().is_none() {
+            assert!(signalled(&calls[1]));
+        }
+        assert_eq!(network.received().unwrap().0, [0; 60]);
+        for ring in [0, 1] {
+            front_end.get_vring_base(ring).unwrap();
+        }
+    }
+    assert_eq!(network.resets().len(), 2, "each start is one");
 }
 
 #[test]
