@@ -14,7 +14,7 @@ use crate::local::{Boot, Local};
 use crate::machine::Facts;
 use crate::machines::MachineName;
 use crate::spec::{Spec, Workload};
-use crate::{Error, Home, Machine, MachineInfo, Machines, NetworkConfig, guest};
+use crate::{Error, Home, Machine, MachineInfo, Machines, NetworkConfig, guest, host_trust};
 
 /// A machine that is yet to be started. See [`Machine::builder`].
 #[derive(Clone)]
@@ -255,6 +255,41 @@ impl MachineBuilder {
         self
     }
 
+    /// Lets programs in the machine trust what the host trusts: its bundle of certificates is put
+    /// into the machine at each start, and the variables by which programs find one lead to it.
+    ///
+    /// # Errors
+    /// [`Error::NoHostCertificates`] if the host has none in any known place.
+    pub fn trust_host_certs(mut self) -> Result<Self, Error> {
+        host_trust::host_bundle()?;
+        self.spec.trust_host_certs = true;
+        // Before what else is set, which must win.
+        let variables = host_trust::certificate_variables();
+        self.spec.defaults.env.splice(0..0, variables);
+        Ok(self)
+    }
+
+    /// Lets programs in the machine use the proxies that this process is told to use by
+    /// `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`. The network must grant their
+    /// addresses. One on the host's loopback is known in the machine as `host.bantam.internal`.
+    ///
+    /// # Errors
+    /// [`Error::ProxyOnHost`] if there is such a one and the network, which must be set before,
+    /// does not grant the host's services.
+    pub fn use_host_proxy(mut self) -> Result<Self, Error> {
+        let variables = host_trust::proxy_variables();
+        let granted = self
+            .spec
+            .network
+            .as_ref()
+            .is_some_and(|network| network.policy.allow_host_loopback);
+        if host_trust::needs_host(&variables) && !granted {
+            return Err(Error::ProxyOnHost);
+        }
+        self.spec.defaults.env.splice(0..0, variables);
+        Ok(self)
+    }
+
     /// Makes a named machine without starting it; [`Machines::start`] does.
     ///
     /// # Errors
@@ -307,7 +342,11 @@ impl MachineBuilder {
             has_network: self.spec.network.is_some(),
             defaults: self.spec.defaults,
         };
-        Ok(Machine::owned(local, facts, timeline))
+        let machine = Machine::owned(local, facts, timeline);
+        if self.spec.trust_host_certs {
+            host_trust::install_certificates(&machine)?;
+        }
+        Ok(machine)
     }
 
     fn machines(&self) -> Result<Machines, Error> {

@@ -154,6 +154,12 @@ pub enum Error {
         /// What it was called.
         image: String,
     },
+    /// The host has no bundle of certificates to trust.
+    #[error("this host has no bundle of certificates in any known place")]
+    NoHostCertificates,
+    /// A proxy is on the host, whose services are not granted.
+    #[error("the proxy listens on this host, and the machine may not reach this host")]
+    ProxyOnHost,
     /// A change to a machine that cannot be made.
     #[error("cannot change the machine: {0}")]
     BadChange(String),
@@ -275,6 +281,8 @@ impl Error {
             Self::ImageGone { .. } => Some(
                 "pull the image again if the name still means the same, or make the machine anew".into(),
             ),
+            Self::NoHostCertificates => Some("name one in SSL_CERT_FILE".into()),
+            Self::ProxyOnHost => Some("grant it with --allow-host-loopback".into()),
             Self::NoVmmProgram => Some(
                 "install bantam, or name a program in BANTAM_PROGRAM".into(),
             ),
@@ -335,6 +343,8 @@ impl Error {
             Self::Unreachable { .. } => "machine_unreachable",
             Self::ImageGone { .. } => "image_gone",
             Self::BadChange(_) => "bad_change",
+            Self::NoHostCertificates => "no_host_certificates",
+            Self::ProxyOnHost => "proxy_on_host",
             Self::NoVmmProgram => "no_vmm_program",
             Self::Record { .. } => "record",
             Self::State { .. } => "state",

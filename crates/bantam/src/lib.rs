@@ -38,6 +38,7 @@ mod files;
 mod guest;
 mod home;
 mod host;
+mod host_trust;
 mod images;
 mod local;
 mod machine;

@@ -23,6 +23,9 @@ pub(crate) struct Spec {
     /// The network card, if there is to be one.
     #[serde(default)]
     pub(crate) network: Option<NetworkConfig>,
+    /// The host's certificates are put into the machine at each start.
+    #[serde(default)]
+    pub(crate) trust_host_certs: bool,
     /// The guest's host name; a named machine's is its name unless it says otherwise.
     #[serde(default)]
     pub(crate) hostname: Option<String>,
@@ -70,6 +73,7 @@ impl Default for Spec {
             kernel: None,
             kernel_args: None,
             network: None,
+            trust_host_certs: false,
             hostname: None,
             disk_gib: MachineBuilder::DEFAULT_DISK_GIB,
             defaults: CommandDefaults::default(),

@@ -8,7 +8,7 @@ use bantam::{EngineChoice, Exec, MachineBuilder, MachineName, Platform, PullPoli
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::later::{Later, LaterArgs};
-use super::network::{NetworkArgs, NetworkChangeArgs};
+use super::network::{HostArgs, NetworkChangeArgs};
 use crate::failure::Failure;
 
 const EXIT_STATUS: &str = "\
@@ -248,7 +248,7 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) run: CommandArgs,
     #[command(flatten)]
-    pub(crate) network: NetworkArgs,
+    pub(crate) network: HostArgs,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
     #[command(flatten)]
@@ -273,7 +273,7 @@ pub(crate) struct CreateArgs {
     #[command(flatten)]
     pub(crate) context: ContextArgs,
     #[command(flatten)]
-    pub(crate) network: NetworkArgs,
+    pub(crate) network: HostArgs,
     #[command(flatten)]
     pub(crate) later: LaterArgs,
     /// What the machine runs whenever it is started; without one, the image's own

@@ -90,8 +90,6 @@ later_args! {
         mount_socket "mount-socket",
     }
     flags {
-        use_host_proxy "use-host-proxy",
-        trust_host_certs "trust-host-certs",
         outbound_localhost_only "outbound-localhost-only",
         allow_system_mounts "allow-system-mounts",
         gpu "gpu",

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use bantam::NetworkConfig;
+use bantam::{MachineBuilder, NetworkConfig};
 use clap::Args;
 use serde::Serialize;
 
@@ -50,6 +50,42 @@ pub(crate) struct NetworkArgs {
     /// There is one kind of card
     #[arg(long, hide = true, value_parser = ["virtio-net"])]
     pub(crate) net_backend: Option<String>,
+}
+
+/// What a new machine takes over from this host.
+#[derive(Debug, Default, Args)]
+pub(crate) struct HostArgs {
+    #[command(flatten)]
+    pub(crate) network: NetworkArgs,
+    /// Use the proxies that http_proxy, https_proxy, all_proxy and no_proxy name here; the network
+    /// must grant their addresses
+    #[arg(long, help_heading = HEADING)]
+    pub(crate) use_host_proxy: bool,
+    /// Trust the certificates that this host trusts
+    #[arg(long, help_heading = HEADING)]
+    pub(crate) trust_host_certs: bool,
+}
+
+impl HostArgs {
+    /// `builder` with all of this.
+    pub(crate) fn apply(&self, mut builder: MachineBuilder) -> Result<MachineBuilder, Failure> {
+        match self.network.config()? {
+            Some(network) => builder = builder.network(network),
+            None if self.use_host_proxy => {
+                return Err(Failure::Usage(
+                    "--use-host-proxy is for a machine with a network: add --net".to_owned(),
+                ));
+            }
+            None => {}
+        }
+        if self.use_host_proxy {
+            builder = builder.use_host_proxy()?;
+        }
+        if self.trust_host_certs {
+            builder = builder.trust_host_certs()?;
+        }
+        Ok(builder)
+    }
 }
 
 impl NetworkArgs {

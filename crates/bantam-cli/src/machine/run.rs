@@ -8,7 +8,6 @@ use bantam::{Availability, EngineKind, Machine, MachineBuilder, MachineName, pro
 
 use super::args::{CreateArgs, MachineArgs, NameArg, RunArgs};
 use super::command::{self, Context, Done};
-use super::network::NetworkArgs;
 use super::result::{self, Around};
 use super::text;
 use crate::args::{Global, THIS_PROGRAM};
@@ -29,7 +28,7 @@ pub(super) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
     }
     command::check(&args.run)?;
     let context = Context::new(&args.run.context)?;
-    let mut builder = networked(builder(global, &args.machine)?, &args.network)?;
+    let mut builder = args.network.apply(builder(global, &args.machine)?)?;
     if let Some(name) = &args.name {
         builder = builder.hostname(MachineName::parse(name)?.as_str());
     }
@@ -52,7 +51,7 @@ pub(super) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
             engine: report.engine,
             took: started.elapsed(),
             timeline: &report.timeline,
-            network: args.network.config()?.is_some(),
+            network: machine.has_network(),
             notes: &notes,
         };
         result::print(output, &around)?;
@@ -78,7 +77,7 @@ fn run_detached(global: &Global, args: &RunArgs) -> Outcome {
     }
     .resolve()?;
     let builder = builder(global, &args.machine)?.ephemeral(args.rm);
-    let builder = networked(builder, &args.network)?;
+    let builder = args.network.apply(builder)?;
     let builder = named(builder, &name, &args.label);
     let builder = defaults(builder, &args.run.context)?;
     let builder = workload(builder, &args.command, args.machine.entrypoint.as_deref())?;
@@ -104,7 +103,7 @@ pub(super) fn create(global: &Global, args: Box<CreateArgs>) -> Outcome {
         None => MachineName::generate()?,
     };
     let builder = builder(global, &args.machine)?.stop_on_exit(args.stop_on_exit);
-    let builder = networked(builder, &args.network)?;
+    let builder = args.network.apply(builder)?;
     let builder = named(builder, &name, &args.label);
     let builder = defaults(builder, &args.context)?;
     let builder = workload(builder, &args.command, args.machine.entrypoint.as_deref())?;
@@ -135,13 +134,6 @@ fn named(
     labels
         .iter()
         .fold(builder, |builder, (key, value)| builder.label(key, value))
-}
-
-fn networked(builder: MachineBuilder, args: &NetworkArgs) -> Result<MachineBuilder, Failure> {
-    Ok(match args.config()? {
-        Some(network) => builder.network(network),
-        None => builder,
-    })
 }
 
 fn builder(global: &Global, args: &MachineArgs) -> Result<MachineBuilder, Failure> {

@@ -27,7 +27,7 @@ const LOG_LINES: usize = 5;
 /// What of the environment a machine's process gets, by the beginning of its name: where programs
 /// are, what is set for bantam, and what it writes to its log. Whatever else the caller has there, secrets among it, is no
 /// business of a process that lives longer.
-const KEPT_VARIABLES: [&str; 3] = ["BANTAM_", "PATH", "RUST_"];
+const KEPT_VARIABLES: [&str; 4] = ["BANTAM_", "PATH", "RUST_", "SSL_CERT_FILE"];
 
 /// Starts the machine in `dir` in a process of its own, which gets the lock.
 pub(super) fn start(

@@ -19,7 +19,7 @@ use super::workload::{self, RunningWorkload};
 use crate::host::Host;
 use crate::local::{Boot, Local};
 use crate::machine::Facts;
-use crate::{Error, Machine, NetworkConfig, disk};
+use crate::{Error, Machine, NetworkConfig, disk, host_trust};
 
 /// How many requests are worked on at once; more wait in the socket's queue.
 const MAX_REQUESTS: usize = 256;
@@ -215,6 +215,9 @@ impl VmmProcess {
             defaults: record.spec.defaults.clone(),
         };
         let machine = Machine::attached(Arc::clone(&local) as Arc<dyn Host>, facts, timeline);
+        if record.spec.trust_host_certs {
+            host_trust::install_certificates(&machine)?;
+        }
         Ok((local, machine))
     }
 
