@@ -47,6 +47,7 @@ impl Set {
                 "apache2-utils",
                 "attr",
                 "bash-static",
+                "buildah",
                 "busybox-static",
                 "cpio",
                 "docker-registry",

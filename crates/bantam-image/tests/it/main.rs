@@ -8,6 +8,7 @@
     clippy::unwrap_used
 )]
 
+mod buildah;
 mod common;
 mod formats;
 mod hostile;

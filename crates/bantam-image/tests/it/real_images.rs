@@ -103,12 +103,12 @@ impl Debian {
 }
 
 /// An image in the making.
-struct Made {
-    dir: TempDir,
+pub(crate) struct Made {
+    pub(crate) dir: TempDir,
 }
 
 impl Made {
-    fn at(&self, name: &str) -> String {
+    pub(crate) fn at(&self, name: &str) -> String {
         self.dir.path().join(name).to_str().unwrap().to_owned()
     }
 
@@ -148,6 +148,16 @@ impl Made {
     fn check(&self, at_least: usize) -> Tree {
         let arch = bantam_image::Platform::host().architecture;
         self.umoci(&["config"], &["--architecture", &arch, "--os", "linux"]);
+        let store = Store::open(&self.dir.path().join("store")).unwrap();
+        let source = ImageSource::OciLayoutDir(self.at("oci").into());
+        let image = store
+            .resolve(&source, &ResolveOptions::default(), &NoProgress)
+            .unwrap();
+        self.compare(&image.rootfs, at_least)
+    }
+
+    /// Compares an image's file system with what umoci unpacks of `oci:x`, which is returned.
+    pub(crate) fn compare(&self, rootfs: &Path, at_least: usize) -> Tree {
         let began = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         self.umoci(&["raw", "unpack"], &[&self.at("oracle")]);
         let mut want = walk(&self.at("oracle"));
@@ -168,25 +178,16 @@ impl Made {
         want = without_touched(want);
         assert!(want.len() > at_least, "only {} files", want.len());
 
-        let store = Store::open(&self.dir.path().join("store")).unwrap();
-        let source = ImageSource::OciLayoutDir(self.at("oci").into());
-        let image = store
-            .resolve(&source, &ResolveOptions::default(), &NoProgress)
-            .unwrap();
-        let rootfs = image.rootfs.to_str().unwrap();
-        run("fsck.erofs", &[rootfs]);
+        let image = rootfs.to_str().unwrap();
+        run("fsck.erofs", &[image]);
 
         let mut heads = want.clone();
         heads.values_mut().for_each(|seen| seen.content.clear());
-        compare(
-            "the tests' reader",
-            &without_touched(read(&image.rootfs)),
-            &heads,
-        );
+        compare("the tests' reader", &without_touched(read(rootfs)), &heads);
 
         fs::create_dir(self.at("mnt")).unwrap();
         let mounted = Command::new("mount")
-            .args(["-t", "erofs", "-o", "loop,ro", rootfs, &self.at("mnt")])
+            .args(["-t", "erofs", "-o", "loop,ro", image, &self.at("mnt")])
             .output();
         if mounted.is_ok_and(|out| out.status.success()) {
             let mounted = Mounted(self.at("mnt"));
@@ -198,7 +199,7 @@ impl Made {
         // fsck.erofs 1.5 restores no extended attributes, copies hard links, and loses set-id bits as it changes
         // owners after modes.
         let extract = format!("--extract={}", self.at("extracted"));
-        run("fsck.erofs", &["--preserve", &extract, rootfs]);
+        run("fsck.erofs", &["--preserve", &extract, image]);
         let mut extracted = without_touched(walk(&self.at("extracted")));
         let mut plain = want.clone();
         for files in [&mut extracted, &mut plain] {
@@ -216,20 +217,20 @@ impl Made {
 
 /// All there is to compare about a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Seen {
-    mode: u32,
-    owner: (u32, u32),
+pub(crate) struct Seen {
+    pub(crate) mode: u32,
+    pub(crate) owner: (u32, u32),
     mtime: (i64, i64),
-    rdev: u64,
+    pub(crate) rdev: u64,
     links: u64,
     size: u64,
     /// A link's target; the digest of a file's first MiB.
-    head: String,
+    pub(crate) head: String,
     /// The digest of all of a file.
     content: String,
-    xattrs: Vec<String>,
+    pub(crate) xattrs: Vec<String>,
     /// The first of the names that the file has.
-    same_as: String,
+    pub(crate) same_as: String,
 }
 
 impl Seen {
@@ -239,7 +240,7 @@ impl Seen {
 }
 
 /// Files by path.
-type Tree = BTreeMap<String, Seen>;
+pub(crate) type Tree = BTreeMap<String, Seen>;
 
 /// The most of a file that the tests' reader returns.
 const HEAD: u64 = 1 << 20;

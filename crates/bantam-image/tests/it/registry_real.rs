@@ -22,7 +22,7 @@ fn options() -> ResolveOptions {
 }
 
 /// Says so when one of these programs is missing.
-fn have_all(programs: &[&str]) -> bool {
+pub(crate) fn have_all(programs: &[&str]) -> bool {
     let missing: Vec<_> = programs.iter().filter(|p| !have(p)).copied().collect();
     if !missing.is_empty() {
         skipped(&format!("not installed: {}", missing.join(", ")));
@@ -31,10 +31,10 @@ fn have_all(programs: &[&str]) -> bool {
 }
 
 /// docker-registry, until dropped.
-struct RealRegistry {
+pub(crate) struct RealRegistry {
     child: Child,
-    address: String,
-    dir: TempDir,
+    pub(crate) address: String,
+    pub(crate) dir: TempDir,
 }
 
 impl Drop for RealRegistry {
@@ -45,12 +45,12 @@ impl Drop for RealRegistry {
 }
 
 impl RealRegistry {
-    fn start() -> Self {
+    pub(crate) fn start() -> Self {
         Self::with(tempfile::tempdir().unwrap(), "", "", "")
     }
 
     /// With more lines for the configuration, below `http`, `storage` and at the end.
-    fn with(dir: TempDir, http: &str, storage: &str, more: &str) -> Self {
+    pub(crate) fn with(dir: TempDir, http: &str, storage: &str, more: &str) -> Self {
         let data = dir.path().join("data");
         let config = format!(
             "version: 0.1\nlog: {{level: info, accesslog: {{disabled: true}}}}\nstorage:\n  filesystem: {{rootdirectory: {}}}\n{storage}http:\n  addr: 127.0.0.1:0\n{http}{more}",
@@ -112,7 +112,7 @@ fn skopeo_copy(layout: &Layout, mut manifest: serde_json::Value, to: &str, extra
 }
 
 /// An authority's certificate, and what it certified for `localhost`, as PEM files in `dir`.
-fn certificates(dir: &Path) {
+pub(crate) fn certificates(dir: &Path) {
     let at = |name: &str| dir.join(name).display().to_string();
     let key = [
         "-newkey",
@@ -171,7 +171,7 @@ fn through_tls(host: &str, registries: Registries) -> Result<String, String> {
     }
 }
 
-fn with_dirs(dirs: &[PathBuf]) -> Registries {
+pub(crate) fn with_dirs(dirs: &[PathBuf]) -> Registries {
     Registries {
         certificate_dirs: Some(dirs.to_vec()),
         ..quick()
