@@ -215,11 +215,6 @@ tests_with_home! {
         assert_eq!(running.finish().code, 137);
         home.wait_for_no_process();
         assert!(home.list().is_empty());
-        // It could not remove its temporary files; they are no more than a directory of sockets.
-        for entry in std::fs::read_dir(home.tmp()).unwrap() {
-            let path = entry.unwrap().path();
-            panic!("left: {}", path.display());
-        }
     }
 }
 
