@@ -15,7 +15,7 @@ use bantam_vmm::{EngineKind, ExitCause, Phase, Timeline};
 use crate::capped::Capped;
 use crate::copy::{self, Copied, CopyOptions};
 use crate::host::Host;
-use crate::machines::MachineName;
+use crate::machines::{MachineName, Record};
 use crate::spec::CommandDefaults;
 use crate::{Error, Exec, GuestStats, Home, MachineBuilder, MachineInfo, Machines, files};
 
@@ -64,6 +64,26 @@ pub struct Report {
     pub engine: EngineKind,
     /// When each phase was reached.
     pub timeline: Timeline,
+}
+
+impl Facts {
+    /// Of a named machine.
+    pub(crate) fn of(
+        record: Record,
+        image: Image,
+        engine: EngineKind,
+        kernel_release: String,
+    ) -> Self {
+        Self {
+            name: Some(record.name),
+            image,
+            called: record.image,
+            engine,
+            kernel_release,
+            has_network: record.spec.network.is_some(),
+            defaults: record.spec.defaults,
+        }
+    }
 }
 
 impl Inner {
@@ -284,6 +304,11 @@ impl Machine {
     /// [`Machine::copy_in`]. Nothing that the machine sends is made anywhere but at (or, for a
     /// directory, below) the place where the copy belongs; symbolic links that are there already
     /// are not followed below it, and no devices are made.
+    ///
+    /// Nor is a symbolic link that `to` itself names, since an earlier copy may have brought it:
+    /// one to a file, or to nothing, is replaced by a file, and one to a directory is refused
+    /// unless a slash comes after it. The directories before the last component of `to` are the
+    /// caller's own, and are followed.
     ///
     /// # Errors
     /// [`Error::Archive`] for what cannot be made here or must not be, [`Error::File`] with the

@@ -8,7 +8,7 @@
 mod tests;
 
 use std::ffi::OsStr;
-use std::fs::{DirBuilder, File};
+use std::fs::DirBuilder;
 use std::io::{self, BufWriter, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use bantam_archive::{Error as ArchiveError, Place, Source, Unpack, pack, unpack};
 use bantam_protocol::{HostExec, MAX_DATA_LEN, ReadTree, TreePlace, TreeSummary, WriteTree};
+use rustix::fs::{Mode, OFlags};
 
 use crate::Error;
 use crate::transfer::{Answer, Guest, Transfer};
@@ -223,6 +224,8 @@ struct Target {
     dir: PathBuf,
     /// It is to be made.
     make: bool,
+    /// A symbolic link at the end of `dir` is followed.
+    follow: bool,
     /// The name of the one thing in it; without it, everything goes into the directory.
     name: Option<Vec<u8>>,
     must_be_directory: bool,
@@ -230,6 +233,11 @@ struct Target {
 
 impl Target {
     /// What `to` means for a thing of that name, or for what is in a directory.
+    ///
+    /// A symbolic link at the end of `to` may be one that an earlier copy out of the same machine
+    /// made: it is replaced or refused, and followed only if a slash comes after it, which says
+    /// that the user knows that it is more than a name. (`lstat` and `open` see it that way by
+    /// themselves.) The directories before it are the user's own, links or not.
     fn find(to: &Path, name: Option<Vec<u8>>) -> Result<Self, Error> {
         let failed = |source: io::Error| {
             Error::Archive(ArchiveError::File {
@@ -237,41 +245,52 @@ impl Target {
                 source,
             })
         };
-        let target = |dir: &Path, name, must_be_directory| Self {
-            dir: if dir.as_os_str().is_empty() {
-                Path::new(".")
-            } else {
-                dir
-            }
-            .to_path_buf(),
-            make: false,
-            name,
-            must_be_directory,
-        };
-        let found = match to.metadata() {
-            Ok(metadata) => Some(metadata.is_dir()),
+        let there = match to.symlink_metadata() {
+            Ok(metadata) => Some(metadata.file_type()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(failed(error)),
         };
-        match (found, name) {
-            (Some(true), name) => Ok(target(to, name, false)),
-            (Some(false), None) => Err(failed(io::ErrorKind::NotADirectory.into())),
-            (None, None) => Ok(Self {
-                make: true,
-                ..target(to, None, false)
+        match (there, name) {
+            (Some(there), name) if there.is_dir() => Ok(Self {
+                dir: to.to_path_buf(),
+                make: false,
+                follow: false,
+                name,
+                must_be_directory: false,
             }),
-            (Some(false), Some(_)) => {
-                // The user's own link, so it is followed.
-                let real = to.canonicalize().map_err(failed)?;
-                let name = real.file_name().map(|name| name.as_bytes().to_vec());
-                Ok(target(real.parent().unwrap_or(&real), name, false))
+            (Some(there), name) if there.is_symlink() && (name.is_none() || to.is_dir()) => {
+                Err(failed(io::Error::new(
+                    io::ErrorKind::NotADirectory,
+                    "it is a symbolic link, and an earlier copy may have made it: to copy into \
+                     the directory that it leads to, put a '/' after it",
+                )))
             }
-            (None, Some(_)) => {
-                let slash = to.as_os_str().as_bytes().ends_with(b"/");
+            (Some(_), None) => Err(failed(io::ErrorKind::NotADirectory.into())),
+            (None, None) => Ok(Self {
+                dir: to.to_path_buf(),
+                make: true,
+                follow: false,
+                name: None,
+                must_be_directory: false,
+            }),
+            (_, Some(_)) => {
+                let bytes = to.as_os_str().as_bytes();
+                let slash = bytes.ends_with(b"/") || bytes.ends_with(b"/.");
                 let (Some(parent), Some(name)) = (to.parent(), to.file_name()) else {
                     return Err(failed(io::ErrorKind::NotFound.into()));
                 };
-                Ok(target(parent, Some(name.as_bytes().to_vec()), slash))
+                let dir = if parent.as_os_str().is_empty() {
+                    Path::new(".")
+                } else {
+                    parent
+                };
+                Ok(Self {
+                    dir: dir.to_path_buf(),
+                    make: false,
+                    follow: true,
+                    name: Some(name.as_bytes().to_vec()),
+                    must_be_directory: slash,
+                })
             }
         }
     }
@@ -281,7 +300,11 @@ impl Target {
             if self.make {
                 DirBuilder::new().create(&self.dir)?;
             }
-            File::open(&self.dir).map(OwnedFd::from)
+            let mut flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            if !self.follow {
+                flags |= OFlags::NOFOLLOW;
+            }
+            rustix::fs::open(&self.dir, flags, Mode::empty()).map_err(io::Error::from)
         };
         open().map_err(|source| {
             Error::Archive(ArchiveError::File {

@@ -105,8 +105,13 @@ fn what_comes_out_lands_where_cp_would_put_it() {
         ("file", "there/", "there/file"),
         ("/file", "new", "new"),
         ("file", "old", "old"),
-        ("file", "to-there", "there/file"),
-        ("file", "to-old", "old"),
+        ("file", "to-there/", "there/file"),
+        ("file", "to-there/.", "there/file"),
+        ("dir", "to-there/", "there/dir/sub/file"),
+        ("dir/.", "to-there/", "there/sub/file"),
+        ("file", "to-there/new", "there/new"),
+        ("file", "to-old", "to-old"),
+        ("file", "to-none", "to-none"),
         ("dir", "there", "there/dir/sub/file"),
         ("dir", "new", "new/sub/file"),
         ("dir/", "new/", "new/sub/file"),
@@ -120,15 +125,20 @@ fn what_comes_out_lands_where_cp_would_put_it() {
         fs::write(out.path().join("old"), "old").unwrap();
         symlink("there", out.path().join("to-there")).unwrap();
         symlink("old", out.path().join("to-old")).unwrap();
+        symlink("none", out.path().join("to-none")).unwrap();
         let (guest, player) = honest(root.path());
         copy_out(&guest, Path::new(from), &out.path().join(to), &OPTIONS).unwrap();
         player.join().unwrap();
-        let copied = fs::metadata(out.path().join(result));
+        let copied = fs::symlink_metadata(out.path().join(result));
         let size = copied
             .unwrap_or_else(|error| panic!("{from} to {to}: {error}"))
             .len();
         assert_eq!(size, if from.ends_with("file") { 200_000 } else { 7 });
-        assert!(out.path().join("to-old").is_symlink());
+        if to != "old" {
+            let old = fs::read_to_string(out.path().join("old")).unwrap();
+            assert_eq!(old, "old", "{from} to {to}");
+        }
+        assert!(!out.path().join("none").exists());
     }
     let out = tempfile::tempdir().unwrap();
     let (guest, player) = honest(root.path());
@@ -166,7 +176,22 @@ fn what_cp_would_refuse_is_refused() {
     plant(root.path());
     let out = tempfile::tempdir().unwrap();
     fs::write(out.path().join("old"), "old").unwrap();
+    symlink("old", out.path().join("to-old")).unwrap();
+    symlink("none", out.path().join("to-none")).unwrap();
+    symlink(".", out.path().join("to-here")).unwrap();
     for (from, to) in [
+        ("file", "to-here"),
+        ("dir", "to-here"),
+        ("dir/.", "to-here"),
+        ("file", "to-old/"),
+        ("dir", "to-old"),
+        ("dir/.", "to-old"),
+        ("dir/.", "to-old/"),
+        ("file", "to-none/"),
+        ("dir", "to-none"),
+        ("dir", "to-none/"),
+        ("dir/.", "to-none"),
+        ("dir/.", "to-none/"),
         ("file", "missing/"),
         ("file", "missing/new"),
         ("file", "old/"),
@@ -187,7 +212,7 @@ fn what_cp_would_refuse_is_refused() {
         player.join().unwrap();
     }
     let left: Vec<_> = fs::read_dir(out.path()).unwrap().collect();
-    assert_eq!(left.len(), 1);
+    assert_eq!(left.len(), 4);
     assert_eq!(fs::read_to_string(out.path().join("old")).unwrap(), "old");
 }
 
@@ -323,6 +348,69 @@ fn nothing_a_hostile_guest_sends_is_made_outside_of_the_copy() {
     assert!(!Path::new("/tmp/bantam-pwned").exists());
 }
 
+/// Two copies to the same place, with the guest's answers.
+fn twice(out: &Path, from: &str, first: Vec<u8>, second: Vec<u8>) -> Result<Copied, Error> {
+    let mut last = None;
+    for archive in [first, second] {
+        let (guest, player) = sends(archive);
+        last = Some(copy_out(&guest, Path::new(from), out, &OPTIONS));
+        drop(guest);
+        player.join().unwrap();
+    }
+    last.unwrap()
+}
+
+#[test]
+fn a_link_to_a_file_that_the_first_copy_brought_does_not_lead_the_second_out() {
+    let host = tempfile::tempdir().unwrap();
+    let secret = host.path().join("bashrc");
+    fs::write(&secret, "mine").unwrap();
+    let work = host.path().join("work");
+    fs::create_dir(&work).unwrap();
+    let report = work.join("report.txt");
+    let link = entry(b'2', "report.txt", secret.to_str().unwrap(), b"");
+    let file = entry(b'0', "report.txt", "", b"pwned");
+    for to in [&report, &work] {
+        twice(to, "/report.txt", link.clone(), file.clone()).unwrap();
+        assert_eq!(fs::read_to_string(&secret).unwrap(), "mine");
+        assert!(report.symlink_metadata().unwrap().is_file());
+        fs::remove_file(&report).unwrap();
+    }
+}
+
+#[test]
+fn a_link_to_a_directory_that_the_first_copy_brought_does_not_lead_the_second_out() {
+    let host = tempfile::tempdir().unwrap();
+    let secret = host.path().join("ssh");
+    fs::create_dir(&secret).unwrap();
+    let work = host.path().join("work");
+    fs::create_dir(&work).unwrap();
+    let out = work.join("out");
+    let link = entry(b'2', "out", secret.to_str().unwrap(), b"");
+    let tree = [
+        entry(b'5', "out", "", b""),
+        entry(b'0', "out/keys", "", b"pwned"),
+    ]
+    .concat();
+    let contents = [entry(b'5', ".", "", b""), entry(b'0', "keys", "", b"pwned")].concat();
+    let file = entry(b'0', "out", "", b"pwned");
+    for second in [tree, file] {
+        let error = twice(&out, "/out", link.clone(), second).unwrap_err();
+        assert!(error.to_string().contains("symbolic link"), "{error}");
+        assert_eq!(fs::read_dir(&secret).unwrap().count(), 0);
+        fs::remove_file(&out).unwrap();
+    }
+    let (guest, player) = sends(link);
+    copy_out(&guest, Path::new("/out"), &out, &OPTIONS).unwrap();
+    player.join().unwrap();
+    let (guest, player) = sends(contents);
+    let error = copy_out(&guest, Path::new("/out/."), &out, &OPTIONS).unwrap_err();
+    assert!(error.to_string().contains("symbolic link"), "{error}");
+    assert_eq!(fs::read_dir(&secret).unwrap().count(), 0);
+    drop(guest);
+    player.join().unwrap();
+}
+
 #[test]
 fn devices_and_special_bits_of_a_guest_are_not_taken_over() {
     let out = tempfile::tempdir().unwrap();
@@ -374,7 +462,7 @@ fn a_tree_goes_in_as_a_whole_and_the_request_says_what_it_is() {
                 owners: false,
                 shown: &into,
             };
-            let fd = File::open(&into).unwrap().into();
+            let fd = fs::File::open(&into).unwrap().into();
             let summary = unpack(&mut &archive[..], fd, &options).unwrap();
             let summary = TreeSummary {
                 entries: summary.entries,
