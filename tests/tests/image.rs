@@ -291,17 +291,101 @@ e2e! {
         assert_eq!(details["config"]["stop_signal"], "SIGRTMIN+3");
         assert_eq!(details["config"]["user"], "app");
     }
+
+    fn an_image_that_buildah_made_runs_as_it_says(bench) {
+        let test = "an_image_that_buildah_made_runs_as_it_says";
+        if ["docker-registry", "buildah"].iter().any(|program| !have(program, test)) {
+            return;
+        }
+        if !rustix::process::geteuid().is_root() {
+            return skip(test, "buildah keeps owners only for root");
+        }
+        let registry = Registry::start(&bench.path("registry"));
+        let name = format!("{}/e2e/built:1", registry.address);
+        buildah_image(&bench, &name);
+        let run = bench.run(&["run", "--engine", &bench.setup.engine, "-i", "-I", &name]);
+        let process = "1234\n2345\n/srv/made here\nhello, world\nkept replaced\n2345 new\n";
+        assert_eq!(run.text(), format!("{process}default two words\n"), "{}", run.stderr);
+    }
+}
+
+/// Makes an image of two layers of the test image with buildah, in Docker's format, and pushes it.
+fn buildah_image(bench: &Bench, name: &str) {
+    let at = |name: &str| bench.path(name).display().to_string();
+    let policy = r#"{"default": [{"type": "insecureAcceptAnything"}]}"#;
+    fs::write(at("policy"), policy).unwrap();
+    let buildah = |args: &[&str]| {
+        // Needs no mounts and no kernel module.
+        let store = ["--storage-driver", "vfs", "--root", &at("root")];
+        let run = ["--runroot", &at("run")];
+        tool("buildah", &[&store[..], &run, args].concat())
+    };
+    // Of the commands that ask whose images to trust, which not every host has configured.
+    let trusting = |command: &str, args: &[&str]| {
+        buildah(
+            &[
+                &[command, "--quiet", "--signature-policy", &at("policy")],
+                args,
+            ]
+            .concat(),
+        )
+    };
+    let new = bench.path("new");
+    fs::create_dir_all(new.join("etc")).unwrap();
+    fs::create_dir_all(new.join("srv/built")).unwrap();
+    let users = "root:x:0:0::/root:/bin/sh\napp:x:1234:2345::/home/app:/bin/sh\n";
+    fs::write(new.join("etc/passwd"), users).unwrap();
+    fs::write(new.join("etc/group"), "root:x:0:\napp:x:2345:\n").unwrap();
+    for name in ["gone", "kept", "replaced"] {
+        fs::write(new.join("srv/built").join(name), "old").unwrap();
+    }
+    let archive = format!("oci-archive:{}", bench.setup.image.display());
+    trusting("from", &["--name", "lower", &archive]);
+    buildah(&["copy", "lower", &at("new"), "/"]);
+    // In one layer, as buildah wants a history of each, which the test image has not.
+    trusting("commit", &["--squash", "lower", "lower"]);
+
+    trusting(
+        "from",
+        &["--pull-never", "--name", "upper", "localhost/lower"],
+    );
+    let root = PathBuf::from(buildah(&["mount", "upper"]).trim());
+    fs::remove_file(root.join("srv/built/gone")).unwrap();
+    let replaced = root.join("srv/built/replaced");
+    fs::remove_file(&replaced).unwrap();
+    fs::write(&replaced, "new").unwrap();
+    tool("chown", &["0:2345", replaced.to_str().unwrap()]);
+    tool("chmod", &["640", replaced.to_str().unwrap()]);
+    buildah(&["umount", "upper"]);
+    let script = "export PATH=$PATH:/bin; id -u; id -g; pwd; echo $GREETING; cd /srv/built; \
+                  echo *; echo $(stat -c %g replaced) $(cat replaced); echo $*";
+    let entrypoint = serde_json::json!(["/bin/sh", "-c", script, "entrypoint"]).to_string();
+    let config = [
+        ["--user", "app"],
+        ["--env", "GREETING=hello, world"],
+        ["--workingdir", "/srv/made here"],
+        ["--entrypoint", &entrypoint],
+        ["--cmd", "default 'two words'"],
+        ["--stop-signal", "SIGRTMIN+3"],
+    ];
+    buildah(&[&["config"], config.as_flattened(), &["upper"]].concat());
+    trusting("commit", &["--format", "docker", "upper", "upper"]);
+    let to = format!("docker://{name}");
+    trusting("push", &["--tls-verify=false", "upper", &to]);
+}
+
+/// Runs a program, which must succeed, and returns its output.
+fn tool(program: &str, args: &[&str]) -> String {
+    let out = Command::new(program).args(args).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{program} {args:?}: {text}");
+    String::from_utf8(out.stdout).unwrap()
 }
 
 /// Pushes the test image with a user of its own and a configuration in which everything is said.
 fn configured_image(bench: &Bench, name: &str) {
     let layout = bench.path("layout");
     let image = format!("{}:x", layout.display());
-    let tool = |program: &str, args: &[&str]| {
-        let out = Command::new(program).args(args).output().unwrap();
-        let text = String::from_utf8_lossy(&out.stderr);
-        assert!(out.status.success(), "{program} {args:?}: {text}");
-    };
     let etc = bench.path("layer/etc");
     fs::create_dir_all(&etc).unwrap();
     let users = "root:x:0:0::/root:/bin/sh\napp:x:1234:2345::/home/app:/bin/sh\n";
