@@ -188,17 +188,18 @@ impl Child {
     }
 
     /// Kills everything it started. Output that nobody reads is dropped from now on. Does nothing
-    /// to a command that has ended.
+    /// to a command that has ended. If the guest takes nothing for some seconds its stream is hung
+    /// up, which kills, too; [`Child::wait`] then fails.
     pub fn kill(&self) {
         // Fails only if it has ended.
-        let _ = self.sender.send(&HostExec::Kill);
+        let _ = self.sender.kill();
         self.valves.iter().for_each(Valve::open);
     }
 
     /// Sends a signal to its process group.
     ///
     /// # Errors
-    /// [`Error::Io`] if it has ended.
+    /// [`Error::Io`] if it has ended, or if the guest takes nothing for some seconds.
     pub fn signal(&self, number: u8) -> Result<(), Error> {
         self.handle().signal(number)
     }
@@ -206,7 +207,7 @@ impl Child {
     /// Tells its terminal a new size.
     ///
     /// # Errors
-    /// [`Error::Io`] if it has ended.
+    /// [`Error::Io`] if it has ended, or if the guest takes nothing for some seconds.
     pub fn resize(&self, size: Size) -> Result<(), Error> {
         self.handle().resize(size)
     }
@@ -218,6 +219,8 @@ impl Child {
     }
 }
 
+const UNREACHABLE: &str = "cannot reach the command";
+
 /// Reaches a running command from any thread. Does not keep it alive.
 #[derive(Debug, Clone)]
 pub struct ChildHandle(FrameSender);
@@ -227,18 +230,18 @@ impl ChildHandle {
         Self(sender)
     }
 
-    /// Kills everything the command started.
+    /// Kills everything the command started, as [`Child::kill`].
     ///
     /// # Errors
     /// [`Error::Io`] if it has ended.
     pub fn kill(&self) -> Result<(), Error> {
-        self.send(&HostExec::Kill)
+        self.0.kill().map_err(Error::io(UNREACHABLE))
     }
 
     /// Sends a signal to the command's process group.
     ///
     /// # Errors
-    /// [`Error::Io`] if it has ended.
+    /// [`Error::Io`] if it has ended, or if the guest takes nothing for some seconds.
     pub fn signal(&self, number: u8) -> Result<(), Error> {
         self.send(&HostExec::Signal(number))
     }
@@ -246,15 +249,13 @@ impl ChildHandle {
     /// Tells the command's terminal a new size.
     ///
     /// # Errors
-    /// [`Error::Io`] if it has ended.
+    /// [`Error::Io`] if it has ended, or if the guest takes nothing for some seconds.
     pub fn resize(&self, size: Size) -> Result<(), Error> {
         self.send(&HostExec::Resize(size))
     }
 
     fn send(&self, message: &HostExec<'_>) -> Result<(), Error> {
-        self.0
-            .send(message)
-            .map_err(Error::io("cannot reach a command that has ended"))
+        self.0.send_control(message).map_err(Error::io(UNREACHABLE))
     }
 }
 

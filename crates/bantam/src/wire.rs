@@ -14,9 +14,63 @@ use crate::Error;
 #[derive(Debug, Clone)]
 pub(crate) struct FrameSender {
     stream: Arc<UnixStream>,
-    /// Held while a frame is written, so that frames of two threads do not mix.
-    writing: Arc<Mutex<()>>,
+    turns: Arc<Turns>,
     window: Arc<Window>,
+    /// How long a guest may take no byte at all.
+    stall: Option<Duration>,
+}
+
+/// How long a signal or the like may take to get out. Who feeds standard input waits for a guest
+/// that takes nothing in the middle of a frame; those who have more to say must not wait with it.
+const CONTROL_LIMIT: Duration = Duration::from_secs(5);
+
+/// Whose turn it is to write a frame, so that those of two threads do not mix. A lock that one
+/// need not wait for for ever.
+#[derive(Debug, Default)]
+struct Turns {
+    taken: Mutex<bool>,
+    free: Condvar,
+}
+
+/// A turn, which ends with the value.
+struct Turn<'a>(&'a Turns);
+
+impl Turns {
+    fn take(&self, deadline: Option<Instant>) -> io::Result<Turn<'_>> {
+        let mut taken = self.lock();
+        while *taken {
+            taken = match deadline {
+                None => self.free.wait(taken),
+                Some(deadline) => self
+                    .free
+                    .wait_timeout(taken, left(deadline)?)
+                    .map(|(taken, _)| taken)
+                    .map_err(|error| PoisonError::new(error.into_inner().0)),
+            }
+            .unwrap_or_else(PoisonError::into_inner);
+        }
+        *taken = true;
+        Ok(Turn(self))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        *self.0.lock() = false;
+        self.0.free.notify_one();
+    }
+}
+
+/// The time until a deadline, never zero.
+fn left(deadline: Instant) -> io::Result<Duration> {
+    deadline
+        .checked_duration_since(Instant::now())
+        .filter(|left| !left.is_zero())
+        .ok_or_else(|| io::ErrorKind::TimedOut.into())
 }
 
 /// How many bytes of standard input may be on their way, so that a command that does not read
@@ -79,22 +133,82 @@ impl FrameSender {
     pub(crate) fn new(stream: UnixStream, window: usize) -> Self {
         Self {
             stream: Arc::new(stream),
-            writing: Arc::default(),
+            turns: Arc::default(),
             window: Arc::new(Window::new(window)),
+            stall: None,
         }
     }
 
     pub(crate) fn send(&self, message: &HostExec<'_>) -> io::Result<()> {
         let bytes = message.encode().map_err(io::Error::other)?;
-        let _writing = self.lock();
+        let _turn = self.turns.take(None)?;
         (&*self.stream).write_all(&bytes)
     }
 
     /// Sends the request that opens the stream. It must not wait for a guest that takes nothing.
     pub(crate) fn send_request(&self, message: &HostExec<'_>, limit: Duration) -> io::Result<()> {
-        self.stream.set_write_timeout(Some(limit))?;
-        self.send(message)?;
-        self.stream.set_write_timeout(None)
+        self.send_within(message, limit)
+    }
+
+    /// Sends a signal or the like, or fails in a few seconds if the guest takes nothing.
+    pub(crate) fn send_control(&self, message: &HostExec<'_>) -> io::Result<()> {
+        self.send_within(message, CONTROL_LIMIT)
+    }
+
+    /// Has everything killed that the command started: by telling the agent, or by hanging up if
+    /// that does not listen, which comes to the same.
+    ///
+    /// # Errors
+    /// If the stream has ended, and so the command.
+    pub(crate) fn kill(&self) -> io::Result<()> {
+        self.kill_within(CONTROL_LIMIT)
+    }
+
+    fn kill_within(&self, limit: Duration) -> io::Result<()> {
+        match self.send_within(&HostExec::Kill, limit) {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                self.hang_up();
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    fn send_within(&self, message: &HostExec<'_>, limit: Duration) -> io::Result<()> {
+        let bytes = message.encode().map_err(io::Error::other)?;
+        let deadline = Instant::now()
+            .checked_add(limit)
+            .ok_or(io::ErrorKind::InvalidInput)?;
+        let _turn = self.turns.take(Some(deadline))?;
+        let result = self.write_until(&bytes, deadline);
+        self.stream.set_write_timeout(self.stall)?;
+        result
+    }
+
+    /// Writes a frame in one's turn.
+    fn write_until(&self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let written = left(deadline).and_then(|left| {
+                self.stream.set_write_timeout(Some(left))?;
+                (&*self.stream).write(rest)
+            });
+            match written {
+                Ok(count) => rest = rest.get(count..).unwrap_or_default(),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    if rest.len() < bytes.len() {
+                        // What comes after a part of a frame makes no sense.
+                        self.hang_up();
+                    }
+                    return Err(match error.kind() {
+                        io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
+                        _ => error,
+                    });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Sends bytes of standard input or of a file, whole; waits while the window is used up.
@@ -103,7 +217,7 @@ impl FrameSender {
             let taken = self.window.take(bytes.len().min(MAX_DATA_LEN))?;
             let (piece, rest) = bytes.split_at(taken);
             bytes = rest;
-            let _writing = self.lock();
+            let _turn = self.turns.take(None)?;
             write_frame(&mut &*self.stream, Kind::Stdin, piece).map_err(|error| match error {
                 bantam_protocol::Error::Io(error) => error,
                 other => io::Error::other(other),
@@ -129,10 +243,6 @@ impl FrameSender {
         // Not through the lock: a sender that is stuck in a write must be freed by this.
         // Fails only when the other side is gone, which is what is wanted.
         let _ = self.stream.shutdown(Shutdown::Both);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ()> {
-        self.writing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -178,6 +288,8 @@ pub(crate) struct FrameReceiver {
     decoder: Decoder,
     buffer: Box<[u8]>,
     filled: std::ops::Range<usize>,
+    /// The stream has a time limit, of a read before.
+    limited: bool,
 }
 
 impl FrameReceiver {
@@ -190,6 +302,7 @@ impl FrameReceiver {
             decoder: Decoder::new(),
             buffer: vec![0; Self::BUFFER].into_boxed_slice(),
             filled: 0..0,
+            limited: false,
         }
     }
 
@@ -210,16 +323,20 @@ impl FrameReceiver {
         }
     }
 
+    fn limit(&mut self, limit: Option<Duration>) -> Result<(), ReceiveError> {
+        self.limited = limit.is_some();
+        self.stream
+            .set_read_timeout(limit)
+            .map_err(|_| ReceiveError::Gone)
+    }
+
     fn read(&mut self, deadline: Option<Instant>) -> Result<usize, ReceiveError> {
         loop {
             if let Some(deadline) = deadline {
-                let left = deadline
-                    .checked_duration_since(Instant::now())
-                    .filter(|left| !left.is_zero())
-                    .ok_or(ReceiveError::TimedOut)?;
-                self.stream
-                    .set_read_timeout(Some(left))
-                    .map_err(|_| ReceiveError::Gone)?;
+                let left = left(deadline).map_err(|_| ReceiveError::TimedOut)?;
+                self.limit(Some(left))?;
+            } else if self.limited {
+                self.limit(None)?;
             }
             match self.stream.read(&mut self.buffer) {
                 Ok(0) => return Err(ReceiveError::Gone),
@@ -290,6 +407,22 @@ mod tests {
     }
 
     #[test]
+    fn a_deadline_does_not_outlive_its_frame() {
+        let (mut guest, host) = UnixStream::pair().unwrap();
+        let mut receiver = FrameReceiver::new(host);
+        write_frame(&mut guest, Kind::Stdout, b"first").unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        receiver.receive(Some(deadline), stdout).unwrap();
+        assert!(receiver.stream.read_timeout().unwrap().is_some());
+        let slow = std::thread::spawn(move || {
+            let other = receiver.receive(None, stdout);
+            (other.unwrap(), receiver.stream.read_timeout().unwrap())
+        });
+        write_frame(&mut guest, Kind::Stdout, b"second").unwrap();
+        assert_eq!(slow.join().unwrap(), (b"second".to_vec(), None));
+    }
+
+    #[test]
     fn garbage_is_a_protocol_error_and_not_a_hang() {
         let (mut guest, host) = UnixStream::pair().unwrap();
         guest.write_all(&[0xff; 64]).unwrap();
@@ -335,6 +468,48 @@ mod tests {
         };
         sender.hang_up();
         assert!(feeder.join().unwrap().is_err());
+    }
+
+    /// A sender that is stuck in the middle of its input for a guest that never reads.
+    fn stuck() -> (
+        FrameSender,
+        UnixStream,
+        std::thread::JoinHandle<io::Result<()>>,
+    ) {
+        let (guest, host) = UnixStream::pair().unwrap();
+        let sender = FrameSender::new(host, UNLIMITED);
+        let feeder = {
+            let sender = sender.clone();
+            std::thread::spawn(move || sender.send_data(&vec![7; 64 << 20]))
+        };
+        // Until the buffer is full and the feeder has its turn.
+        while sender
+            .send_within(&HostExec::Signal(0), Duration::from_millis(50))
+            .is_ok()
+        {}
+        (sender, guest, feeder)
+    }
+
+    #[test]
+    fn a_signal_for_a_guest_that_takes_nothing_is_an_error_and_not_a_hang() {
+        let (sender, _guest, feeder) = stuck();
+        let error = sender
+            .send_within(&HostExec::Signal(15), Duration::from_millis(20))
+            .unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(!feeder.is_finished());
+        sender.hang_up();
+        assert!(feeder.join().unwrap().is_err());
+    }
+
+    #[test]
+    fn killing_hangs_up_on_a_guest_that_takes_nothing() {
+        let (sender, mut guest, feeder) = stuck();
+        sender.kill_within(Duration::from_millis(20)).unwrap();
+        assert!(feeder.join().unwrap().is_err());
+        let mut rest = Vec::new();
+        guest.read_to_end(&mut rest).unwrap();
+        assert!(sender.kill_within(Duration::from_millis(20)).is_err());
     }
 
     #[test]
