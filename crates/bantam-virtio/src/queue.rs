@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::desc::split::Descriptor;
@@ -141,6 +141,7 @@ impl QueueConfig {
             interrupt: wiring.interrupt,
             cursor: wiring.cursor,
             broken: false,
+            untold: 0,
             spare: Vec::new(),
         })
     }
@@ -163,6 +164,8 @@ pub struct ActiveQueue {
     interrupt: Arc<dyn Interrupt>,
     cursor: Arc<SharedCursor>,
     broken: bool,
+    /// Chains returned since the driver was last told.
+    untold: u16,
     /// Buffer lists of returned chains, to be filled again.
     spare: Vec<Vec<Segment>>,
 }
@@ -242,37 +245,70 @@ impl ActiveQueue {
     /// Returns a chain to the driver, with the number of bytes written to it. Call
     /// [`notify`](Self::notify) after a batch.
     pub fn push_used(&mut self, chain: Chain, written: u32) {
-        if let Err(error) = self.queue.add_used(&*self.memory, chain.head, written) {
-            self.mark_broken(&error);
+        self.push_used_together([(chain, written)]);
+    }
+
+    /// Returns chains to the driver that it must see all at once or not at all: it may look at any
+    /// moment. They are no more than the ring has.
+    pub fn push_used_together(&mut self, chains: impl IntoIterator<Item = (Chain, u32)>) {
+        let size = u64::from(self.queue.size());
+        let mut next_used = self.queue.next_used();
+        let mut last = None;
+        for (chain, written) in chains {
+            if let Some((head, written)) = last.replace((chain.head, written)) {
+                let slot = u64::from(next_used) % size;
+                let entry = GuestAddress(self.queue.used_ring() + 4 + 8 * slot);
+                // `struct virtq_used_elem`: head and length.
+                let element = u64::from(head) | u64::from(written) << 32;
+                if let Err(error) = self.memory.write_obj(element.to_le(), entry) {
+                    self.mark_broken(&error);
+                }
+                next_used = next_used.wrapping_add(1);
+                self.untold = self.untold.wrapping_add(1);
+            }
+            self.recycle(chain);
         }
-        self.recycle(chain);
+        // The last one publishes the index, and so all of them.
+        if let Some((head, written)) = last {
+            self.queue.set_next_used(next_used);
+            if let Err(error) = self.queue.add_used(&*self.memory, head, written) {
+                self.mark_broken(&error);
+            }
+            self.untold = self.untold.wrapping_add(1);
+        }
         self.save_cursor();
     }
 
     /// Interrupts the driver if it wants to hear about what was returned since the last call.
     pub fn notify(&mut self) {
-        if self.broken {
+        let returned = std::mem::take(&mut self.untold);
+        if self.broken || returned == 0 {
             return;
         }
-        match self.wants_interrupt() {
+        match self.wants_interrupt(returned) {
             Ok(true) => self.interrupt.used_queue(self.index),
             Ok(false) => {}
             Err(error) => self.mark_broken(&error),
         }
     }
 
-    fn wants_interrupt(&mut self) -> Result<bool, virtio_queue::Error> {
-        if !self.queue.needs_notification(&*self.memory)? {
-            return Ok(false);
-        }
+    /// Whether the driver wants an interrupt for the last `returned` chains (virtio 1.3 §2.7.7.2).
+    fn wants_interrupt(&self, returned: u16) -> Result<bool, vm_memory::GuestMemoryError> {
+        // It writes what it wants, then looks at the used index, which was written before this.
+        fence(Ordering::SeqCst);
+        let avail = self.queue.avail_ring();
+        let load = |offset: u64| -> Result<u16, vm_memory::GuestMemoryError> {
+            let field = self
+                .memory
+                .load(GuestAddress(avail + offset), Ordering::Relaxed)?;
+            Ok(u16::from_le(field))
+        };
         if self.queue.event_idx_enabled() {
-            return Ok(true);
+            let used_event = load(4 + 2 * u64::from(self.queue.size()))?;
+            let since = self.queue.next_used().wrapping_sub(used_event);
+            return Ok(since.wrapping_sub(1) < returned);
         }
-        let flags: u16 = self
-            .memory
-            .load(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed)
-            .map_err(virtio_queue::Error::GuestMemory)?;
-        Ok(u32::from(u16::from_le(flags)) & VRING_AVAIL_F_NO_INTERRUPT == 0)
+        Ok(u32::from(load(0)?) & VRING_AVAIL_F_NO_INTERRUPT == 0)
     }
 
     /// Asks the driver not to kick while the queue is being worked on. A hint.

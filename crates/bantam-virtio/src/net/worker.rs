@@ -256,22 +256,21 @@ impl Receiver {
         let header = header.encode(count);
         let header = header.get(..self.header_len).unwrap_or(&header);
         let mut rest = frame;
-        for index in 0..count {
-            let Some(chain) = self.held.pop_front() else {
-                return;
+        let (memory, room) = (&self.memory, &mut self.room);
+        let mut first = true;
+        let chains = self.held.drain(..usize::from(count)).map(|chain| {
+            let buffers = chain.writable();
+            *room -= u64::from(buffers.len());
+            let at = match std::mem::take(&mut first) {
+                true => buffers.write_at(memory, 0, header),
+                false => 0,
             };
-            let room = chain.writable();
-            self.room -= u64::from(room.len());
-            let mut at = 0;
-            if index == 0 {
-                at = room.write_at(&self.memory, 0, header);
-            }
             let offset = u32::try_from(at).unwrap_or(u32::MAX);
-            let done = room.write_at(&self.memory, offset, rest);
+            let done = buffers.write_at(memory, offset, rest);
             rest = rest.get(done..).unwrap_or_default();
-            let written = u32::try_from(at + done).unwrap_or(u32::MAX);
-            self.queue.push_used(chain, written);
-        }
+            (chain, u32::try_from(at + done).unwrap_or(u32::MAX))
+        });
+        self.queue.push_used_together(chains);
     }
 
     fn give_back_held(&mut self) {

@@ -1,10 +1,10 @@
 //! The network card.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bantam_virtio::features;
 use bantam_virtio::net::{FrameHeader, MAX_FRAME, NetOffloads, PartialChecksum, Segmentation};
-use bantam_virtio::testing::{Buffer, Guest, MMIO_WINDOW, Transport};
+use bantam_virtio::testing::{Buffer, Guest, MMIO_WINDOW, PATIENCE, Transport};
 
 use crate::kinds::assert_stops_promptly;
 use crate::net_driver::{MAC, MTU, card, start, transmit};
@@ -162,6 +162,31 @@ fn a_long_frame_is_merged_from_chains() {
         }
         assert_eq!(bytes[10..12], [43, 0]);
         assert!(bytes[12..] == sent);
+    }
+}
+
+/// §5.1.6.4: a driver that looks at the used ring while the frame is delivered must not miss a part.
+#[test]
+fn a_merged_frame_appears_all_at_once() {
+    for &transport in Transport::ALL {
+        let (mut guest, mut network) = start(transport);
+        let at = guest.alloc(64);
+        for _ in 0..200 {
+            for _ in 0..30 {
+                guest.rings[0].add(&[Buffer::writable(at, 64)]);
+            }
+            guest.rings[0].kick();
+            network.send(&frame(30 * 64 - 12, 1));
+            let begun = Instant::now();
+            while !guest.has_used(0) {
+                assert!(begun.elapsed() < PATIENCE);
+                std::hint::spin_loop();
+            }
+            for i in 0..30 {
+                assert!(guest.has_used(0), "{i} of 30 were there");
+                guest.rings[0].take_used();
+            }
+        }
     }
 }
 
