@@ -464,7 +464,7 @@ impl Registry {
             let address = line.split_once("listening on ")?.1;
             Some(address.split(['"', ',']).next()?.to_owned())
         });
-        let address = address.expect("docker-registry does not start");
+        let address = address.unwrap_or_else(|| panic!("docker-registry does not start"));
         let log = Arc::new(Mutex::new(Vec::new()));
         let requests = BufReader::new(child.stdout.take().unwrap()).lines();
         for lines in [
