@@ -15,7 +15,15 @@ use crate::libtest::Results;
 use crate::progress::{Progress, say};
 
 /// The targets, as `fuzz/Cargo.toml` names them.
-const TARGETS: [&str; 7] = ["layers", "tree", "documents", "names", "kernel", "protocol", "frames"];
+const TARGETS: [&str; 7] = [
+    "layers",
+    "tree",
+    "documents",
+    "names",
+    "kernel",
+    "protocol",
+    "frames",
+];
 
 /// How long each target runs where nobody says.
 pub(crate) const SECONDS: u32 = 20;
