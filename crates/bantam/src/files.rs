@@ -1,17 +1,15 @@
 //! Files in a machine, and how it fares.
 
 use std::ffi::OsString;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
 use bantam_protocol::{
     FileEntry, FileFailureKind, FileKind, FileRequest, GuestStats, HostExec, ReadFile, WriteFile,
 };
 
-use crate::machine::REQUEST_LIMIT;
-use crate::transfer::{Answer, Guest, Transfer};
+use crate::transfer::{Answer, Guest, Task, Transfer, Wait};
 use crate::{Error, Machine, wire};
 
 pub(crate) fn write(
@@ -25,13 +23,12 @@ pub(crate) fn write(
         mode,
         create_parents: false,
     });
-    let what = format!("'{}' was written", path.display());
-    let mut transfer = Transfer::open(guest, &request, what)?;
+    let mut transfer = Transfer::open(guest, &request, Task::of("write", "written", path))?;
     // Without the end of the input the guest leaves the file as it was.
     wire::send_all(content, &transfer.sender)
         .map_err(Error::io("cannot read the bytes for a file in the guest"))?;
     transfer.end();
-    let done = transfer.answer(None, |answer| matches!(answer, Answer::Done))?;
+    let done = transfer.answer(Wait::Stream, |answer| matches!(answer, Answer::Done))?;
     if done {
         Ok(())
     } else {
@@ -43,14 +40,13 @@ pub(crate) fn read(guest: &dyn Guest, path: &Path, sink: &mut dyn Write) -> Resu
     let request = HostExec::ReadFile(ReadFile {
         path: path.as_os_str().as_bytes().to_vec(),
     });
-    let what = format!("'{}' was read", path.display());
-    let mut transfer = Transfer::open(guest, &request, what)?;
-    let opened = transfer.answer(None, |answer| matches!(answer, Answer::Opened))?;
+    let mut transfer = Transfer::open(guest, &request, Task::of("read", "read", path))?;
+    let opened = transfer.answer(Wait::Answer, |answer| matches!(answer, Answer::Opened))?;
     if !opened {
         return Err(transfer.unexpected());
     }
     while let Some(written) = transfer
-        .answer(None, |answer| match answer {
+        .answer(Wait::Stream, |answer| match answer {
             Answer::Data(bytes) => Ok(Some(sink.write_all(bytes))),
             Answer::Done => Ok(None),
             _ => Err(()),
@@ -62,12 +58,49 @@ pub(crate) fn read(guest: &dyn Guest, path: &Path, sink: &mut dyn Write) -> Resu
     Ok(())
 }
 
+/// Reads a file of at most `limit` bytes, and no more of a larger one.
+pub(crate) fn read_whole(guest: &dyn Guest, path: &Path, limit: u64) -> Result<Vec<u8>, Error> {
+    let mut whole = Whole {
+        bytes: Vec::new(),
+        limit,
+        full: false,
+    };
+    match read(guest, path, &mut whole) {
+        Err(_) if whole.full => Err(Error::TooLarge {
+            path: path.display().to_string(),
+            limit,
+        }),
+        result => result.map(|()| whole.bytes),
+    }
+}
+
+/// Keeps what is written to it, and fails at the first byte too many.
+struct Whole {
+    bytes: Vec<u8>,
+    limit: u64,
+    full: bool,
+}
+
+impl Write for Whole {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let all = self.bytes.len().saturating_add(bytes.len());
+        self.full = u64::try_from(all).map_or(true, |all| all > self.limit);
+        if self.full {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 pub(crate) fn stats(guest: &dyn Guest) -> Result<GuestStats, Error> {
-    let what = "it was asked how it fares".to_owned();
-    let mut transfer = Transfer::open(guest, &HostExec::GetStats, what)?;
-    let deadline = Instant::now().checked_add(REQUEST_LIMIT);
+    let mut transfer = Transfer::open(guest, &HostExec::GetStats, Task::stats())?;
     transfer
-        .answer(deadline, |answer| match answer {
+        .answer(Wait::Answer, |answer| match answer {
             Answer::Stats(stats) => Some(stats),
             _ => None,
         })?
@@ -196,12 +229,23 @@ fn bytes(path: &Path) -> Vec<u8> {
 
 /// Sends a request and collects what it describes.
 fn ask(guest: &dyn Guest, request: FileRequest, path: &Path) -> Result<Vec<FileInfo>, Error> {
-    let what = format!("it was asked about '{}'", path.display());
-    let mut transfer = Transfer::open(guest, &HostExec::File(request), what)?;
+    let (verb, participle, wait) = match &request {
+        FileRequest::Stat { .. } => ("examine", "examined", Wait::Answer),
+        FileRequest::List { .. } => ("list", "listed", Wait::Answer),
+        FileRequest::MakeDir { .. } => ("make", "made", Wait::Answer),
+        FileRequest::Rename { .. } => ("rename", "renamed", Wait::Answer),
+        // A large tree takes its time, and its removal is silent.
+        FileRequest::Remove {
+            recursive: true, ..
+        } => ("remove", "removed", Wait::Work),
+        FileRequest::Remove { .. } => ("remove", "removed", Wait::Answer),
+    };
+    let task = Task::of(verb, participle, path);
+    let mut transfer = Transfer::open(guest, &HostExec::File(request), task)?;
     let mut entries = Vec::new();
     let mut total = 0_u64;
     loop {
-        let answer = transfer.answer(None, |answer| match answer {
+        let answer = transfer.answer(wait, |answer| match answer {
             Answer::Entry(entry) => Ok(Some(entry)),
             Answer::Done => Ok(None),
             _ => Err(()),
@@ -245,10 +289,15 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Mutex;
     use std::thread;
+    use std::time::Duration;
 
-    use bantam_protocol::{GuestExec, read_frame};
+    use bantam_protocol::{
+        FileFailure, FileInfo as Opened, GuestExec, Kind, read_frame, write_frame,
+    };
 
     use super::*;
+    use crate::copy;
+    use crate::transfer::Limits;
 
     struct Fake(Mutex<Option<UnixStream>>);
 
@@ -260,6 +309,19 @@ mod tests {
         fn died(&self, what: String) -> Error {
             Error::Protocol(what)
         }
+
+        fn limits(&self) -> Limits {
+            Limits {
+                answer: Duration::from_millis(20),
+                stall: Duration::from_millis(40),
+            }
+        }
+    }
+
+    /// A guest, and its end of the stream. It says nothing.
+    fn silent() -> (Fake, UnixStream) {
+        let (host, agent) = UnixStream::pair().unwrap();
+        (Fake(Mutex::new(Some(host))), agent)
     }
 
     /// What is made of a guest's answer, which is `entries` and the end.
@@ -308,5 +370,147 @@ mod tests {
     fn a_directory_without_end_is_too_large() {
         let result = asked(std::iter::repeat_n(b"a".to_vec(), 1_000_000));
         assert!(matches!(result, Err(Error::TooLarge { .. })));
+    }
+
+    #[test]
+    fn a_guest_that_hangs_hangs_no_call() {
+        let path = Path::new("/a");
+        let bytes = || b"/a".to_vec();
+        let requests = [
+            FileRequest::Stat {
+                path: bytes(),
+                follow_link: true,
+            },
+            FileRequest::List { path: bytes() },
+            FileRequest::MakeDir {
+                path: bytes(),
+                mode: 0,
+                parents: true,
+            },
+            FileRequest::Rename {
+                from: bytes(),
+                to: bytes(),
+            },
+            FileRequest::Remove {
+                path: bytes(),
+                recursive: false,
+            },
+        ];
+        let silence = |result: Result<(), Error>| {
+            let error = result.unwrap_err();
+            assert!(error.to_string().contains("did not answer"), "{error}");
+        };
+        for request in requests {
+            let (guest, _agent) = silent();
+            silence(ask(&guest, request, path).map(drop));
+        }
+        let (guest, _agent) = silent();
+        silence(read(&guest, path, &mut Vec::new()));
+        let (guest, _agent) = silent();
+        silence(write(&guest, path, None, &mut &b"x"[..]));
+        // It takes not even the bytes.
+        let (guest, _agent) = silent();
+        silence(write(&guest, path, None, &mut io::repeat(0).take(64 << 20)));
+        let (guest, _agent) = silent();
+        silence(stats(&guest).map(drop));
+        let dir = tempfile::tempdir().unwrap();
+        let (options, to) = (copy::CopyOptions::default(), dir.path().join("to"));
+        let (guest, _agent) = silent();
+        silence(copy::copy_out(&guest, path, &to, &options).map(drop));
+        let (guest, _agent) = silent();
+        silence(copy::copy_in(&guest, dir.path(), path, &options).map(drop));
+        let (guest, _agent) = silent();
+        let mut archive = io::repeat(0).take(64 << 20);
+        silence(copy::copy_in_tar(&guest, &mut archive, path).map(drop));
+    }
+
+    #[test]
+    fn a_guest_that_stops_in_the_middle_of_a_file_hangs_no_call() {
+        let (guest, mut agent) = silent();
+        let opened = GuestExec::FileOpened(Opened { size: 9, mode: 0 });
+        agent.write_all(&opened.encode().unwrap()).unwrap();
+        write_frame(&mut agent, Kind::Stdout, b"half").unwrap();
+        let mut got = Vec::new();
+        let error = read(&guest, Path::new("/a"), &mut got).unwrap_err();
+        assert!(error.to_string().contains("did not answer"), "{error}");
+        assert_eq!(got, b"half");
+    }
+
+    #[test]
+    fn the_removal_of_a_tree_may_take_its_time() {
+        let (guest, mut agent) = silent();
+        let player = thread::spawn(move || {
+            read_frame(&mut agent, &mut Vec::new()).unwrap().unwrap();
+            // Beyond every limit.
+            thread::sleep(Duration::from_millis(100));
+            agent
+                .write_all(&GuestExec::FileDone.encode().unwrap())
+                .unwrap();
+        });
+        let request = FileRequest::Remove {
+            path: b"/a".to_vec(),
+            recursive: true,
+        };
+        ask(&guest, request, Path::new("/a")).unwrap();
+        player.join().unwrap();
+    }
+
+    #[test]
+    fn a_file_without_end_is_hung_up_on_at_the_limit() {
+        let (guest, mut agent) = silent();
+        let player = thread::spawn(move || {
+            let opened = GuestExec::FileOpened(Opened {
+                size: u64::MAX,
+                mode: 0,
+            });
+            agent.write_all(&opened.encode().unwrap()).unwrap();
+            let mut sent = 0_usize;
+            while write_frame(&mut agent, Kind::Stdout, &[0; 60_000]).is_ok() {
+                sent += 60_000;
+            }
+            sent
+        });
+        let error = read_whole(&guest, Path::new("/a"), 1_000_000).unwrap_err();
+        assert!(matches!(
+            error,
+            Error::TooLarge {
+                limit: 1_000_000,
+                ..
+            }
+        ));
+        // What is beyond the limit was on its way.
+        assert!(player.join().unwrap() < 4_000_000);
+    }
+
+    #[test]
+    fn a_file_of_just_the_limit_is_read() {
+        let (guest, mut agent) = silent();
+        let opened = GuestExec::FileOpened(Opened { size: 3, mode: 0 });
+        agent.write_all(&opened.encode().unwrap()).unwrap();
+        write_frame(&mut agent, Kind::Stdout, b"abc").unwrap();
+        agent
+            .write_all(&GuestExec::FileDone.encode().unwrap())
+            .unwrap();
+        assert_eq!(read_whole(&guest, Path::new("/a"), 3).unwrap(), b"abc");
+    }
+
+    #[test]
+    fn a_failure_says_what_failed_and_cannot_talk_to_a_terminal() {
+        for (told, expected) in [
+            ("/a: No such file", "cannot read '/a': No such file"),
+            (
+                "/b: \x1b[31m\nred",
+                "cannot read '/a': /b: \\u{1b}[31m\\nred",
+            ),
+        ] {
+            let (guest, mut agent) = silent();
+            let failure = GuestExec::FileFailed(FileFailure {
+                kind: FileFailureKind::NotFound,
+                message: told.to_owned(),
+            });
+            agent.write_all(&failure.encode().unwrap()).unwrap();
+            let error = read(&guest, Path::new("/a"), &mut Vec::new()).unwrap_err();
+            assert_eq!(error.to_string(), expected);
+        }
     }
 }

@@ -12,7 +12,6 @@ use bantam_image::{Argv, Image, ImageConfig};
 use bantam_net::Network;
 use bantam_vmm::{EngineKind, ExitCause, Phase, Timeline};
 
-use crate::capped::Capped;
 use crate::copy::{self, Copied, CopyOptions};
 use crate::host::Host;
 use crate::machines::{MachineName, Record};
@@ -253,21 +252,13 @@ impl Machine {
         files::write(&*self.0, path.as_ref(), mode, content)
     }
 
-    /// Reads a file in the guest, of at most [`Machine::READ_LIMIT`] bytes.
+    /// Reads a file in the guest, of at most [`Machine::READ_LIMIT`] bytes. Of a larger one no more
+    /// than that is taken.
     ///
     /// # Errors
     /// [`Error::File`] with the guest's reason, [`Error::TooLarge`] for a larger one.
     pub fn read_file(&self, path: impl AsRef<Path>) -> Result<Vec<u8>, Error> {
-        let path = path.as_ref();
-        let mut content = Capped::new(Self::READ_LIMIT);
-        self.read_file_to(path, &mut content)?;
-        if content.truncated() {
-            return Err(Error::TooLarge {
-                path: path.display().to_string(),
-                limit: Self::READ_LIMIT,
-            });
-        }
-        Ok(content.bytes)
+        files::read_whole(&*self.0, path.as_ref(), Self::READ_LIMIT)
     }
 
     /// Streams a file in the guest to `sink`, in bounded memory.

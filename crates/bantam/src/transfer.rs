@@ -1,13 +1,44 @@
 //! A request to the agent that is not a command, and its answers.
 
 use std::os::unix::net::UnixStream;
-use std::time::Instant;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use bantam_protocol::{FileEntry, GuestExec, GuestStats, HostExec, TreeSummary};
 
 use crate::Error;
 use crate::machine::{Inner, REQUEST_LIMIT};
 use crate::wire::{self, FrameReceiver, FrameSender, ReceiveError};
+
+/// How long a guest may be silent.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// Before it answers what takes it no time: whether there is a file, that it is open.
+    pub(crate) answer: Duration,
+    /// While bytes move or a tree is walked: without one byte taken or given. It is what Linux
+    /// grants a task that waits for a disk before it calls it hung.
+    pub(crate) stall: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            answer: REQUEST_LIMIT,
+            stall: Duration::from_secs(120),
+        }
+    }
+}
+
+/// What an answer is waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wait {
+    /// [`Limits::answer`].
+    Answer,
+    /// [`Limits::stall`].
+    Stream,
+    /// As long as it takes: the guest has much to do before it says anything.
+    Work,
+}
 
 /// Whoever has an agent.
 pub(crate) trait Guest {
@@ -16,6 +47,11 @@ pub(crate) trait Guest {
 
     /// The error for a stream that ended by itself while `what` was done.
     fn died(&self, what: String) -> Error;
+
+    /// How long it may be silent.
+    fn limits(&self) -> Limits {
+        Limits::default()
+    }
 }
 
 impl Guest for Inner {
@@ -38,12 +74,58 @@ pub(crate) enum Answer<'a> {
     Entry(FileEntry),
 }
 
+/// What is done, for messages.
+pub(crate) struct Task {
+    /// What failed: `cannot read '/a'`.
+    failed: String,
+    /// What went on meanwhile: `'/a' was read`.
+    meanwhile: String,
+    /// How the guest's own message begins if it is about the same path.
+    path: String,
+}
+
+impl Task {
+    /// Something done to a path: `read`, `read`; `copy`, `copied`.
+    pub(crate) fn of(verb: &str, participle: &str, path: &Path) -> Self {
+        let path = path.display();
+        Self {
+            failed: format!("cannot {verb} '{path}'"),
+            meanwhile: format!("'{path}' was {participle}"),
+            path: format!("{path}: "),
+        }
+    }
+
+    pub(crate) fn stats() -> Self {
+        Self {
+            failed: "cannot ask the machine how it fares".to_owned(),
+            meanwhile: "it was asked how it fares".to_owned(),
+            path: String::new(),
+        }
+    }
+
+    /// The message for a failure that the guest tells of, in its words.
+    fn failure(&self, told: &str) -> String {
+        let told = told.strip_prefix(&self.path).unwrap_or(told);
+        let mut message = format!("{}: ", self.failed);
+        for c in told.chars() {
+            // It may hold names that talk to a terminal.
+            if c.is_control() {
+                message.extend(c.escape_default());
+            } else {
+                message.push(c);
+            }
+        }
+        message
+    }
+}
+
 /// A request and its stream, which is hung up in the end.
 pub(crate) struct Transfer<'a> {
     guest: &'a dyn Guest,
     pub(crate) sender: FrameSender,
     receiver: FrameReceiver,
-    what: String,
+    task: Task,
+    limits: Limits,
 }
 
 impl Drop for Transfer<'_> {
@@ -53,23 +135,27 @@ impl Drop for Transfer<'_> {
 }
 
 impl<'a> Transfer<'a> {
-    /// Sends the request. `what` says, in the past tense, what is done, for an error about a
-    /// guest that ends meanwhile.
+    /// Sends the request.
     pub(crate) fn open(
         guest: &'a dyn Guest,
         request: &HostExec<'_>,
-        what: String,
+        task: Task,
     ) -> Result<Self, Error> {
-        let (sender, receiver) = wire::split(guest.connect()?, wire::UNLIMITED)?;
+        let limits = guest.limits();
+        let (mut sender, receiver) = wire::split(guest.connect()?, wire::UNLIMITED)?;
+        sender.fail_if_stalled(limits.stall).map_err(Error::io(
+            "cannot set the time limit of a stream to the guest",
+        ))?;
         let transfer = Self {
             guest,
             sender,
             receiver,
-            what,
+            task,
+            limits,
         };
         transfer
             .sender
-            .send_request(request, REQUEST_LIMIT)
+            .send_request(request, limits.answer)
             .map_err(|_| transfer.gone())?;
         Ok(transfer)
     }
@@ -80,12 +166,20 @@ impl<'a> Transfer<'a> {
         let _ = self.sender.send(&HostExec::StdinEof);
     }
 
-    /// Waits for the next answer and hands it to `take`; a failure is an error.
+    /// Waits for the next answer and hands it to `take`; a failure is an error, and so is a
+    /// guest that says nothing for too long.
     pub(crate) fn answer<T>(
         &mut self,
-        deadline: Option<Instant>,
+        wait: Wait,
         take: impl FnOnce(Answer<'_>) -> T,
     ) -> Result<T, Error> {
+        let limit = match wait {
+            Wait::Answer => Some(self.limits.answer),
+            Wait::Stream => Some(self.limits.stall),
+            Wait::Work => None,
+        };
+        let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+        let task = &self.task;
         let received = self.receiver.receive(deadline, |frame| {
             Ok(Some(Ok(take(match GuestExec::decode(&frame)? {
                 GuestExec::FileOpened(_) => Answer::Opened,
@@ -97,7 +191,7 @@ impl<'a> Transfer<'a> {
                 GuestExec::FileFailed(failure) => {
                     return Ok(Some(Err(Error::File {
                         kind: failure.kind,
-                        message: failure.message,
+                        message: task.failure(&failure.message),
                     })));
                 }
                 _ => return Ok(None),
@@ -108,7 +202,7 @@ impl<'a> Transfer<'a> {
             Ok(None) => Err(self.unexpected()),
             Err(ReceiveError::Protocol(error)) => Err(Error::Protocol(error.to_string())),
             Err(ReceiveError::TimedOut) => Err(Error::Agent {
-                what: self.what.clone(),
+                what: self.task.meanwhile.clone(),
                 reason: "did not answer".to_owned(),
             }),
             Err(ReceiveError::Gone) => Err(self.gone()),
@@ -117,10 +211,13 @@ impl<'a> Transfer<'a> {
 
     /// The error for an answer that has no place here.
     pub(crate) fn unexpected(&self) -> Error {
-        Error::Protocol(format!("an answer out of place while {}", self.what))
+        Error::Protocol(format!(
+            "an answer out of place while {}",
+            self.task.meanwhile
+        ))
     }
 
     fn gone(&self) -> Error {
-        self.guest.died(self.what.clone())
+        self.guest.died(self.task.meanwhile.clone())
     }
 }

@@ -145,6 +145,12 @@ impl FrameSender {
         (&*self.stream).write_all(&bytes)
     }
 
+    /// From now on, what is sent fails if the guest takes no byte of it for so long.
+    pub(crate) fn fail_if_stalled(&mut self, limit: Duration) -> io::Result<()> {
+        self.stall = Some(limit);
+        self.stream.set_write_timeout(self.stall)
+    }
+
     /// Sends the request that opens the stream. It must not wait for a guest that takes nothing.
     pub(crate) fn send_request(&self, message: &HostExec<'_>, limit: Duration) -> io::Result<()> {
         self.send_within(message, limit)

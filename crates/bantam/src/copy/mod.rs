@@ -19,7 +19,7 @@ use bantam_protocol::{HostExec, MAX_DATA_LEN, ReadTree, TreePlace, TreeSummary, 
 use rustix::fs::{Mode, OFlags};
 
 use crate::Error;
-use crate::transfer::{Answer, Guest, Transfer};
+use crate::transfer::{Answer, Guest, Task, Transfer, Wait};
 use crate::wire::{self, FrameSender};
 
 /// How to copy.
@@ -152,7 +152,7 @@ pub(crate) fn copy_out_tar(
 ) -> Result<Copied, Error> {
     let mut transfer = open_read(guest, from, follow_link)?;
     loop {
-        let step = transfer.answer(None, |answer| match answer {
+        let step = transfer.answer(Wait::Stream, |answer| match answer {
             Answer::Data(bytes) => Ok(sink.write_all(bytes).map(|()| None)),
             Answer::TreeDone(summary) => Ok(Ok(Some(summary))),
             _ => Err(()),
@@ -171,13 +171,13 @@ fn open_write<'a>(
     owners: bool,
 ) -> Result<Transfer<'a>, Error> {
     let path = absolute(to);
-    let what = format!("'{}' was written", path.display());
+    let task = Task::of("copy to", "copied to", &path);
     let request = HostExec::WriteTree(WriteTree {
         path: path.into_os_string().into_vec(),
         place,
         owners,
     });
-    Transfer::open(guest, &request, what)
+    Transfer::open(guest, &request, task)
 }
 
 fn open_read<'a>(
@@ -186,12 +186,12 @@ fn open_read<'a>(
     follow_link: bool,
 ) -> Result<Transfer<'a>, Error> {
     let path = absolute(from);
-    let what = format!("'{}' was read", path.display());
+    let task = Task::of("copy", "copied", &path);
     let request = HostExec::ReadTree(ReadTree {
         path: path.into_os_string().into_vec(),
         follow_link,
     });
-    Transfer::open(guest, &request, what)
+    Transfer::open(guest, &request, task)
 }
 
 /// Paths in a machine are relative to its root. The slash or `.` at the end is kept.
@@ -200,7 +200,7 @@ fn absolute(path: &Path) -> PathBuf {
 }
 
 fn written(transfer: &mut Transfer<'_>) -> Result<Copied, Error> {
-    let summary = transfer.answer(None, |answer| match answer {
+    let summary = transfer.answer(Wait::Stream, |answer| match answer {
         Answer::TreeDone(summary) => Some(summary),
         _ => None,
     })?;
@@ -358,7 +358,7 @@ impl<'a> Archive<'a> {
             self.buffer.clear();
             self.taken = 0;
             let (buffer, summary) = (&mut self.buffer, &mut self.summary);
-            let taken = self.transfer.answer(None, |answer| match answer {
+            let taken = self.transfer.answer(Wait::Stream, |answer| match answer {
                 Answer::Data(bytes) => {
                     buffer.extend_from_slice(bytes);
                     true
