@@ -30,6 +30,6 @@ pub use config::{Disk, GuestKernel, MemorySize, VmConfig};
 pub use console::ConsoleLog;
 pub use engine::{Availability, EngineChoice, EngineKind, EngineReport, probe_engines};
 pub use error::VmmError;
-pub use inherited::close_inherited_files;
+pub use inherited::inherit_nothing;
 pub use timeline::{Phase, Timeline};
 pub use vm::{ExitCause, Vm};

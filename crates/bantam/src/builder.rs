@@ -10,6 +10,7 @@ use bantam_image::{
 };
 use bantam_vmm::{EngineChoice, Phase, Timeline};
 
+use crate::home::absolute;
 use crate::local::{Boot, Local};
 use crate::machine::Facts;
 use crate::machines::MachineName;
@@ -135,7 +136,7 @@ impl MachineBuilder {
 
     /// Another guest kernel: an ELF image or a bzImage.
     pub fn kernel(mut self, path: impl Into<PathBuf>) -> Self {
-        self.spec.kernel = Some(path.into());
+        self.spec.kernel = Some(absolute(path.into()));
         self
     }
 

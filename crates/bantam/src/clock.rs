@@ -27,14 +27,18 @@ impl ClockWatch {
     /// Calls `tell` after every jump of the host's wall clock, a sleep of the host among them,
     /// and every ten minutes.
     pub(crate) fn start(tell: impl Fn() + Send + 'static) -> io::Result<Self> {
+        Self::every(INTERVAL, tell)
+    }
+
+    fn every(interval: Duration, tell: impl Fn() + Send + 'static) -> io::Result<Self> {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
         let timer = timerfd_create(TimerfdClockId::Realtime, TimerfdFlags::CLOEXEC)?;
-        arm(&timer)?;
+        arm(&timer, interval)?;
         let stopped = Arc::clone(&stop);
         let thread = thread::Builder::new()
             .name("clock".to_owned())
             .spawn(move || {
-                while next(&timer, &stopped).unwrap_or(false) {
+                while next(&timer, interval, &stopped).unwrap_or(false) {
                     tell();
                 }
             })?;
@@ -57,7 +61,7 @@ impl Drop for ClockWatch {
 }
 
 /// A timer at the next interval that the kernel cancels when the clock jumps.
-fn arm(timer: &OwnedFd) -> io::Result<()> {
+fn arm(timer: &OwnedFd, interval: Duration) -> io::Result<()> {
     let spec = |time: Duration| {
         Timespec::try_from(time).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))
     };
@@ -65,8 +69,8 @@ fn arm(timer: &OwnedFd) -> io::Result<()> {
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
     let next = Itimerspec {
-        it_interval: spec(INTERVAL)?,
-        it_value: spec(now.saturating_add(INTERVAL))?,
+        it_interval: spec(interval)?,
+        it_value: spec(now.saturating_add(interval))?,
     };
     let flags = TimerfdTimerFlags::ABSTIME | TimerfdTimerFlags::CANCEL_ON_SET;
     timerfd_settime(timer, flags, &next)?;
@@ -74,7 +78,7 @@ fn arm(timer: &OwnedFd) -> io::Result<()> {
 }
 
 /// Waits until it is time; false to stop.
-fn next(timer: &OwnedFd, stop: &OwnedFd) -> io::Result<bool> {
+fn next(timer: &OwnedFd, interval: Duration, stop: &OwnedFd) -> io::Result<bool> {
     loop {
         let mut fds = [
             PollFd::new(timer, PollFlags::IN),
@@ -92,7 +96,7 @@ fn next(timer: &OwnedFd, stop: &OwnedFd) -> io::Result<bool> {
             Ok(_) => return Ok(true),
             // The clock jumped: the timer counts from where it is now.
             Err(rustix::io::Errno::CANCELED) => {
-                arm(timer)?;
+                arm(timer, interval)?;
                 return Ok(true);
             }
             Err(rustix::io::Errno::INTR) => {}
@@ -106,6 +110,20 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
+
+    #[test]
+    fn the_guest_is_told_again_and_again() {
+        let (told, times) = mpsc::channel();
+        let watch = ClockWatch::every(Duration::from_millis(5), move || {
+            // The test may have seen enough.
+            let _ = told.send(());
+        })
+        .unwrap();
+        for _ in 0..3 {
+            times.recv_timeout(Duration::from_secs(30)).unwrap();
+        }
+        drop(watch);
+    }
 
     #[test]
     fn a_watch_ends_at_once_although_nothing_happens() {

@@ -18,8 +18,7 @@ impl Home {
     /// Everything below one directory.
     #[must_use]
     pub fn at(dir: &Path) -> Self {
-        // The process of a machine works elsewhere.
-        let dir = std::path::absolute(dir).unwrap_or_else(|_| dir.to_path_buf());
+        let dir = absolute(dir.to_path_buf());
         Self {
             images: dir.join("images"),
             machines: dir.join("machines"),
@@ -65,5 +64,10 @@ impl Home {
 pub(crate) fn variable(name: &str) -> Option<PathBuf> {
     env::var_os(name)
         .filter(|value| !value.is_empty())
-        .map(PathBuf::from)
+        .map(|value| absolute(value.into()))
+}
+
+/// A path that means the same elsewhere, where the process of a machine works.
+pub(crate) fn absolute(path: PathBuf) -> PathBuf {
+    std::path::absolute(&path).unwrap_or(path)
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bantam_image::Image;
 use bantam_net::Network;
@@ -16,6 +16,12 @@ use crate::clock::ClockWatch;
 use crate::control::{Control, HelloError};
 use crate::host::{CONSOLE_LINES, Ended, Host};
 use crate::spec::Spec;
+
+/// Characters of the longest host name that Linux takes.
+const HOST_NAME_MAX: usize = 64;
+
+/// Characters of a kernel's release that are kept; Linux has room for 64.
+const MAX_RELEASE: usize = 64;
 
 /// A virtual machine of this process, and the control stream of its agent. It ends with its
 /// owner: the engine's threads are this process's, and the kernel kills QEMU with them.
@@ -72,14 +78,10 @@ impl Local {
             Ok(())
         })?;
         let listener = listener.ok_or_else(|| Error::Protocol("no control listener".into()))?;
+        let hostname = boot.hostname.chars();
+        let hostname: String = hostname.take(HOST_NAME_MAX).collect();
         let guest_network = network.map(|(network, config)| network.guest(&config));
-        match Control::accept(
-            &listener,
-            boot.timeout,
-            boot.hostname,
-            guest_network,
-            timeline,
-        ) {
+        match Control::accept(&listener, boot.timeout, &hostname, guest_network, timeline) {
             Ok(control) => Ok(Arc::new(Self::new(vm, control))),
             Err(HelloError::Library(error)) => Err(error),
             Err(HelloError::Failed(reason)) => Err(boot_error(&vm, reason)),
@@ -87,7 +89,10 @@ impl Local {
     }
 
     fn new(vm: Vm, control: Control) -> Self {
-        let kernel_release = control.hello.kernel_release.clone();
+        // The guest's word, which people are shown.
+        let printable = |c: &char| c.is_ascii_graphic();
+        let release = control.hello.kernel_release.chars();
+        let kernel_release = release.filter(printable).take(MAX_RELEASE).collect();
         let control = Arc::new(Mutex::new(control));
         let told = Arc::clone(&control);
         let clock = ClockWatch::start(move || {
@@ -153,11 +158,13 @@ impl Host for Local {
     }
 
     fn stop(&self, grace: Duration, limit: Duration) -> Result<ExitCause, Error> {
+        let begun = Instant::now();
         let asked = self.lock_control().shutdown(grace, limit);
+        let left = limit.saturating_sub(begun.elapsed());
         // If the agent is gone, so is its machine, or there is nobody to ask.
         Ok(asked
             .ok()
-            .and_then(|()| self.vm.wait(Some(limit)))
+            .and_then(|()| self.vm.wait(Some(left)))
             .unwrap_or_else(|| self.vm.kill()))
     }
 

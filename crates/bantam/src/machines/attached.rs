@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bantam_vmm::ExitCause;
 
@@ -23,8 +23,8 @@ const STOP_MARGIN: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Attached {
     dir: MachineDir,
-    /// The process of the run that this is attached to: a machine may be stopped and started
-    /// while someone is attached.
+    /// The process of the run that this is attached to. The machine may be stopped and started
+    /// again, or be another of that name, while someone is attached.
     pid: u32,
 }
 
@@ -40,42 +40,21 @@ impl Attached {
             .flatten()
             .filter(|run| run.pid == self.pid)
     }
+
+    /// Whether the run that this is attached to is still the one.
+    fn is_current(&self) -> bool {
+        self.last_run().is_some_and(|run| run.end.is_none())
+    }
 }
 
-/// Asks the process that has the machine in `dir`; `None` if there is none.
-pub(super) fn ask(
-    dir: &MachineDir,
-    request: Request,
-    limit: Duration,
-) -> Result<Option<Answer>, Error> {
-    let Some(stream) = dir.connect()? else {
-        return Ok(None);
-    };
-    let asked = stream
-        .set_read_timeout(Some(limit))
-        .and_then(|()| stream.set_write_timeout(Some(limit)))
-        .and_then(|()| ipc::send(&stream, &request, None))
-        .and_then(|()| ipc::receive::<Reply>(&stream));
-    match asked {
-        Ok((reply, descriptor)) => Ok(Some(Answer {
-            reply,
-            stream: descriptor.map(UnixStream::from),
-            connection: stream,
-        })),
-        Err(error) => match error.kind() {
-            // It ended while we were asking.
-            io::ErrorKind::UnexpectedEof
-            | io::ErrorKind::BrokenPipe
-            | io::ErrorKind::ConnectionReset => Ok(None),
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Err(Error::Unreachable {
-                name: dir.name().to_string(),
-            }),
-            _ => Err(Error::Io {
-                what: "cannot talk to the machine's process",
-                source: error,
-            }),
-        },
-    }
+/// What came of a request.
+pub(super) enum Asked {
+    /// Nobody listens: the machine does not run, or is only just being started.
+    Nobody,
+    /// The process was there, and ended while it was asked.
+    HungUp,
+    /// It answered.
+    Answered(Answer),
 }
 
 /// What the process of a machine said.
@@ -84,20 +63,66 @@ pub(super) struct Answer {
     /// The stream that came with it.
     pub(super) stream: Option<UnixStream>,
     /// Ends when the process does.
-    pub(super) connection: UnixStream,
+    connection: UnixStream,
+}
+
+/// Asks the process that has the machine in `dir`.
+fn try_ask(dir: &MachineDir, request: &Request, limit: Duration) -> Result<Asked, Error> {
+    let unreachable = || Error::Unreachable {
+        name: dir.name().to_string(),
+    };
+    let Some(stream) = dir.connect(limit)? else {
+        return Ok(Asked::Nobody);
+    };
+    let asked = stream
+        .set_read_timeout(Some(limit))
+        .and_then(|()| stream.set_write_timeout(Some(limit)))
+        .and_then(|()| ipc::send(&stream, request, None))
+        .and_then(|()| ipc::receive::<Reply>(&stream));
+    match asked {
+        Ok((reply, descriptor)) => Ok(Asked::Answered(Answer {
+            reply,
+            stream: descriptor.map(UnixStream::from),
+            connection: stream,
+        })),
+        Err(error) => match error.kind() {
+            io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::ConnectionReset => Ok(Asked::HungUp),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Err(unreachable()),
+            _ => Err(Error::Io {
+                what: "cannot talk to the machine's process",
+                source: error,
+            }),
+        },
+    }
+}
+
+/// Asks the process that has the machine in `dir`; `None` if there is none, or none any more.
+pub(super) fn ask(
+    dir: &MachineDir,
+    request: &Request,
+    limit: Duration,
+) -> Result<Option<Answer>, Error> {
+    match try_ask(dir, request, limit)? {
+        Asked::Nobody | Asked::HungUp => Ok(None),
+        Asked::Answered(answer) => Ok(Some(answer)),
+    }
 }
 
 /// Ends the machine in `dir` as `request` says, and waits until its process is gone. `None` if
-/// it did not run. A process that does not answer is killed.
-pub(super) fn end(dir: &MachineDir, request: Request) -> Result<Option<EndKind>, Error> {
+/// nobody listens. A process that does not answer is killed.
+pub(super) fn end(dir: &MachineDir, request: &Request) -> Result<Option<EndKind>, Error> {
     let limit = match request {
-        Request::Stop { limit_ms, .. } => Duration::from_millis(limit_ms) + STOP_MARGIN,
+        Request::Stop { limit_ms, .. } => Duration::from_millis(*limit_ms) + STOP_MARGIN,
         _ => ANSWER_LIMIT,
     };
-    match ask(dir, request, limit) {
-        Ok(None) => Ok(None),
-        Ok(Some(answer)) => match answer.reply {
-            Reply::Ended { kind, .. } => {
+    match try_ask(dir, request, limit) {
+        Ok(Asked::Nobody) => Ok(None),
+        // It was asked, and is gone: what else could it have done.
+        Ok(Asked::HungUp) => Ok(Some(EndKind::Stopped)),
+        Ok(Asked::Answered(answer)) => match answer.reply {
+            Reply::Ended { kind } => {
                 wait_for_exit(dir, &answer.connection);
                 Ok(Some(kind))
             }
@@ -127,10 +152,10 @@ fn wait_for_exit(dir: &MachineDir, connection: &UnixStream) {
     }
 }
 
-/// Kills the process that listens on the control socket: the kernel says which that is, so that
-/// it cannot be another that got its number.
+/// Kills the process that listens on the control socket. The kernel says which that is, at a
+/// moment when it accepts connections.
 fn kill_process(dir: &MachineDir) -> Result<(), Error> {
-    let Some(stream) = dir.connect()? else {
+    let Some(stream) = dir.connect(ANSWER_LIMIT)? else {
         return Ok(());
     };
     let failed = |source: rustix::io::Errno| Error::Io {
@@ -150,25 +175,27 @@ fn kill_process(dir: &MachineDir) -> Result<(), Error> {
 
 impl Host for Attached {
     fn connect_exec(&self) -> io::Result<UnixStream> {
-        match ask(&self.dir, Request::Connect, ANSWER_LIMIT) {
-            Ok(Some(Answer {
-                reply: Reply::Connected,
-                stream: Some(stream),
-                ..
-            })) => Ok(stream),
-            Ok(None) => Err(io::ErrorKind::BrokenPipe.into()),
-            Ok(Some(Answer {
-                reply: Reply::Failed(error),
-                ..
-            })) => Err(io::Error::other(Error::from(error))),
-            Ok(Some(_)) => Err(io::Error::other(strange())),
-            Err(error) => Err(io::Error::other(error)),
+        if !self.is_current() {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        let answer = match ask(&self.dir, &Request::Connect, ANSWER_LIMIT) {
+            Ok(Some(answer)) => answer,
+            Ok(None) => return Err(io::ErrorKind::BrokenPipe.into()),
+            Err(error) => return Err(io::Error::other(error)),
+        };
+        match (answer.reply, answer.stream) {
+            (Reply::Connected, Some(stream)) => Ok(stream),
+            // Its guest is at its end.
+            (Reply::Failed(_), _) => Err(io::ErrorKind::BrokenPipe.into()),
+            _ => Err(io::Error::other(strange())),
         }
     }
 
     fn ended(&self, patience: Duration) -> Option<Ended> {
-        let deadline = std::time::Instant::now() + patience;
+        let deadline = Instant::now() + patience;
         loop {
+            let gone = matches!(self.dir.connect(ANSWER_LIMIT), Ok(None));
+            // Read after that look: whoever ends properly writes before it stops listening.
             let run = self.last_run();
             if let Some(end) = run.as_ref().and_then(|run| run.end.as_ref()) {
                 return Some(Ended {
@@ -176,13 +203,17 @@ impl Host for Attached {
                     console: end.console.clone(),
                 });
             }
-            if run.is_none() || matches!(self.dir.connect(), Ok(None)) {
+            if run.is_none() || gone {
+                let cause = match run {
+                    Some(_) => "its process was killed",
+                    None => "it ended, and was started again or removed",
+                };
                 return Some(Ended {
-                    cause: "its process was killed".to_owned(),
+                    cause: cause.to_owned(),
                     console: Vec::new(),
                 });
             }
-            if std::time::Instant::now() >= deadline {
+            if Instant::now() >= deadline {
                 return None;
             }
             std::thread::sleep(super::dir::PAUSE);
@@ -190,20 +221,31 @@ impl Host for Attached {
     }
 
     fn stop(&self, grace: Duration, limit: Duration) -> Result<ExitCause, Error> {
-        let ended = end(&self.dir, super::stop_request(grace, limit))?;
-        Ok(exit_cause(ended))
+        if !self.is_current() {
+            return Ok(self.exit_cause());
+        }
+        end(&self.dir, &super::stop_request(grace, limit))?;
+        Ok(self.exit_cause())
     }
 
     fn kill(&self) -> ExitCause {
-        // One that cannot be reached cannot be told; `Machines::stop` reports why.
-        let _ = end(&self.dir, Request::Kill);
-        ExitCause::Killed
+        if self.is_current() {
+            // One that cannot be reached cannot be told; `Machines::kill` reports why.
+            let _ = end(&self.dir, &Request::Kill);
+        }
+        self.exit_cause()
     }
 }
 
-fn exit_cause(ended: Option<EndKind>) -> ExitCause {
-    match ended {
-        Some(EndKind::Failed) => ExitCause::Failed("the machine failed".to_owned()),
-        Some(EndKind::Stopped | EndKind::Shutdown) | None => ExitCause::GuestShutdown,
+impl Attached {
+    /// How the run ended, by what it left.
+    fn exit_cause(&self) -> ExitCause {
+        match self.last_run().and_then(|run| run.end) {
+            Some(end) => match end.kind {
+                EndKind::Failed => ExitCause::Failed(end.reason),
+                EndKind::Stopped | EndKind::Shutdown => ExitCause::GuestShutdown,
+            },
+            None => ExitCause::Killed,
+        }
     }
 }

@@ -17,18 +17,26 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsE
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
 use super::name::MachineName;
 use super::record::{self, LastRun, Record};
 use crate::Error;
 
-/// Begins the names of directories that are being made or removed; no machine's name does.
-const UNFINISHED: &str = ".";
+/// Begin the names of directories that are being made or removed; no machine's name does.
+const MAKING: &str = ".new-";
+const REMOVING: &str = ".gone-";
+
+/// Random bytes in such a name.
+const RANDOM: usize = 8;
 
 /// Between looks at a lock or a process that others hold. Only rare waits do it: two starts of
 /// one machine at once, or the last moment of one that was killed.
-pub(super) const PAUSE: Duration = Duration::from_millis(10);
+pub(super) const PAUSE: Duration = Duration::from_millis(20);
 
 /// One machine's directory, which may not exist.
 #[derive(Debug, Clone)]
@@ -145,18 +153,6 @@ impl MachineDir {
         }
     }
 
-    /// Takes the lock, waiting at most for `limit`.
-    pub(super) fn lock_within(&self, limit: Duration) -> Result<MachineLock, Error> {
-        let deadline = Instant::now() + limit;
-        let locked = self.lock(|| Ok((Instant::now() > deadline).then_some(())))?;
-        match locked {
-            Locked::Mine(lock) => Ok(lock),
-            Locked::Instead(()) => Err(Error::MachineBusy {
-                name: self.name.to_string(),
-            }),
-        }
-    }
-
     /// Makes the directory with everything that `fill` puts into it; it appears whole or not at
     /// all.
     pub(super) fn make(&self, fill: impl FnOnce(&Self) -> Result<(), Error>) -> Result<(), Error> {
@@ -166,7 +162,6 @@ impl MachineDir {
             .mode(0o700)
             .create(machines)
             .map_err(state("make", machines))?;
-        sweep(machines);
         if self.path.exists() {
             return Err(self.exists());
         }
@@ -183,7 +178,7 @@ impl MachineDir {
     fn stage(&self, machines: &Path) -> Result<(Self, File), Error> {
         loop {
             let staged = Self {
-                path: machines.join(format!("{UNFINISHED}new-{}", super::random_hex(8)?)),
+                path: machines.join(format!("{MAKING}{}", super::random_hex(RANDOM)?)),
                 name: self.name.clone(),
             };
             DirBuilder::new()
@@ -211,7 +206,11 @@ impl MachineDir {
             io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::AlreadyExists => self.exists(),
             _ => state("make", to)(error),
         })?;
-        record::sync_parent(to).map_err(state("sync", to))
+        // It is there; should the host crash now, it may be gone.
+        if let Err(error) = record::sync_parent(to) {
+            tracing::warn!(%error, path = %to.display(), "cannot sync");
+        }
+        Ok(())
     }
 
     fn exists(&self) -> Error {
@@ -220,14 +219,28 @@ impl MachineDir {
         }
     }
 
-    /// Removes the directory. Its name is free at once, whatever happens to the rest.
-    pub(super) fn remove(&self, lock: MachineLock) -> Result<(), Error> {
-        let machines = self.path.parent().unwrap_or(Path::new("/"));
-        let gone = machines.join(format!("{UNFINISHED}gone-{}", super::random_hex(8)?));
-        fs::rename(&self.path, &gone).map_err(state("remove", &self.path))?;
-        let removed = fs::remove_dir_all(&gone).map_err(state("remove", &gone));
+    /// Removes the directory. Its name is free at once, whatever happens to the rest; between the
+    /// two, `meanwhile` lets go of what the machine held elsewhere.
+    pub(super) fn remove(
+        &self,
+        lock: MachineLock,
+        meanwhile: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let removed = self.remove_locked(meanwhile);
         drop(lock);
         removed
+    }
+
+    /// As [`MachineDir::remove`], for a process that has the lock anyway.
+    pub(super) fn remove_locked(
+        &self,
+        meanwhile: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let machines = self.path.parent().unwrap_or(Path::new("/"));
+        let gone = machines.join(format!("{REMOVING}{}", super::random_hex(RANDOM)?));
+        fs::rename(&self.path, &gone).map_err(state("remove", &self.path))?;
+        meanwhile()?;
+        fs::remove_dir_all(&gone).map_err(state("remove", &gone))
     }
 
     /// Binds the control socket. Only the holder of the lock may.
@@ -252,25 +265,23 @@ impl MachineDir {
         let _ = fs::remove_file(self.path.join("control.sock"));
     }
 
-    /// Connects to the process that has the machine; `None` if there is none.
-    pub(super) fn connect(&self) -> Result<Option<UnixStream>, Error> {
+    /// Connects to the process that has the machine; `None` if there is none. One that takes no
+    /// connection within `limit` is unreachable.
+    pub(super) fn connect(&self, limit: Duration) -> Result<Option<UnixStream>, Error> {
         let failed = state("connect to", &self.path);
         let (_dir, short) = match self.short_socket_path() {
             Ok(paths) => paths,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(failed(error)),
         };
-        match UnixStream::connect(short) {
+        match connect_within(&short, limit) {
             Ok(stream) => Ok(Some(stream)),
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
-                ) =>
-            {
-                Ok(None)
-            }
-            Err(error) => Err(failed(error)),
+            Err(Errno::NOENT | Errno::CONNREFUSED) => Ok(None),
+            // Its queue is full and stays so.
+            Err(Errno::AGAIN) => Err(Error::Unreachable {
+                name: self.name.to_string(),
+            }),
+            Err(error) => Err(failed(error.into())),
         }
     }
 
@@ -281,6 +292,15 @@ impl MachineDir {
         let path = format!("/proc/self/fd/{}/control.sock", dir.as_raw_fd());
         Ok((dir, path.into()))
     }
+}
+
+/// As [`UnixStream::connect`], which may wait for ever for a process that accepts nothing.
+fn connect_within(path: &Path, limit: Duration) -> rustix::io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    set_socket_timeout(&socket, Timeout::Send, Some(limit))?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket.into())
 }
 
 /// What came of waiting for a lock.
@@ -327,26 +347,36 @@ pub(super) fn names(machines: &Path) -> Result<Vec<MachineName>, Error> {
     };
     let mut names: Vec<_> = entries
         .flatten()
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
         .filter_map(|entry| MachineName::parse(entry.file_name().to_str()?).ok())
         .collect();
     names.sort();
     Ok(names)
 }
 
-/// Removes what killed processes left half made or half removed.
-fn sweep(machines: &Path) {
+/// Finishes what killed processes left half made or half removed, and removes ephemeral machines
+/// whose process was killed. `release` lets go of what a machine of that id holds elsewhere.
+pub(super) fn sweep(machines: &Path, release: impl Fn(&Record)) {
     let Ok(entries) = fs::read_dir(machines) else {
         return;
     };
     for entry in entries.flatten() {
-        let unfinished = entry
-            .file_name()
-            .to_str()
-            .is_some_and(|name| name.starts_with(UNFINISHED));
-        if !unfinished {
+        let path = entry.path();
+        let Some(name) = entry.file_name().to_str().map(str::to_owned) else {
+            continue;
+        };
+        let record = record::read::<Record>(&path.join("machine.json"))
+            .ok()
+            .flatten();
+        if !is_unfinished(&name) {
+            let Ok(name) = MachineName::parse(&name) else {
+                continue;
+            };
+            if let Some(record) = record.filter(|record| record.ephemeral) {
+                sweep_ephemeral(&MachineDir::new(machines, &name), || release(&record));
+            }
             continue;
         }
-        let path = entry.path();
         // Held meanwhile: its maker may be about to take it.
         let lock = open_lock(&path.join("lock"), false);
         let dead = match &lock {
@@ -358,10 +388,40 @@ fn sweep(machines: &Path) {
                 .is_ok_and(|at| at.elapsed().is_ok_and(|age| age > Duration::from_secs(60))),
         };
         if dead {
+            record.iter().for_each(&release);
             // The next sweep tries again.
             let _ = fs::remove_dir_all(&path);
         }
     }
+}
+
+/// An ephemeral machine that was started and does not run has ended without being removed.
+fn sweep_ephemeral(dir: &MachineDir, release: impl FnOnce()) {
+    let path = dir.path.join("lock");
+    let Ok(file) = open_lock(&path, false) else {
+        return;
+    };
+    if file.try_lock().is_err() || !is_at(&file, &path) {
+        return;
+    }
+    if matches!(dir.last_run(), Ok(Some(_))) {
+        // The next sweep tries again.
+        let _ = dir.remove(MachineLock(file), || {
+            release();
+            Ok(())
+        });
+    }
+}
+
+/// Whether this is a name that [`MachineDir::make`] or [`MachineDir::remove`] gave. Anything else
+/// that somebody keeps here is theirs.
+fn is_unfinished(name: &str) -> bool {
+    let random = name
+        .strip_prefix(MAKING)
+        .or_else(|| name.strip_prefix(REMOVING));
+    random.is_some_and(|random| {
+        random.len() == RANDOM * 2 && random.bytes().all(|byte| byte.is_ascii_hexdigit())
+    })
 }
 
 #[cfg(test)]
@@ -415,16 +475,22 @@ mod tests {
     #[test]
     fn what_a_killed_process_left_is_swept_and_what_a_living_one_makes_is_not() {
         let home = tempfile::tempdir().unwrap();
-        let left = home.path().join(".new-dead");
+        let left = home.path().join(".new-00000000000000aa");
         fs::create_dir(&left).unwrap();
         drop(open_lock(&left.join("lock"), true).unwrap());
-        let living = home.path().join(".new-living");
+        let living = home.path().join(".gone-00000000000000bb");
         fs::create_dir(&living).unwrap();
         let lock = open_lock(&living.join("lock"), true).unwrap();
         lock.lock().unwrap();
-        named(home.path(), "a").make(|_| Ok(())).unwrap();
+        // Somebody's own, although it begins with a dot and has been there for long.
+        let foreign = home.path().join(".git");
+        fs::create_dir(&foreign).unwrap();
+        let old = fs::FileTimes::new().set_modified(std::time::UNIX_EPOCH);
+        File::open(&foreign).unwrap().set_times(old).unwrap();
+        sweep(home.path(), |_| {});
         assert!(!left.exists());
         assert!(living.exists());
+        assert!(foreign.exists());
     }
 
     #[test]
@@ -434,7 +500,7 @@ mod tests {
         dir.make(|_| Ok(())).unwrap();
         let lock = mine(&dir).unwrap();
         assert!(mine(&dir).is_none());
-        dir.remove(lock).unwrap();
+        dir.remove(lock, || Ok(())).unwrap();
         assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
         assert!(matches!(
             dir.lock(|| Ok(Some(()))),
@@ -449,14 +515,37 @@ mod tests {
         fs::create_dir(&deep).unwrap();
         let dir = named(&deep, &"n".repeat(75));
         dir.make(|_| Ok(())).unwrap();
-        assert!(dir.connect().unwrap().is_none());
+        assert!(dir.connect(Duration::from_secs(5)).unwrap().is_none());
         let listener = dir.listen().unwrap();
-        assert!(dir.connect().unwrap().is_some());
+        assert!(dir.connect(Duration::from_secs(5)).unwrap().is_some());
         let socket = fs::metadata(dir.path().join("control.sock")).unwrap();
         assert_eq!(socket.permissions().mode() & 0o777, 0o600);
         drop(listener);
-        assert!(dir.connect().unwrap().is_none());
+        assert!(dir.connect(Duration::from_secs(5)).unwrap().is_none());
         assert!(dir.listen().is_ok(), "a stale socket is in the way");
+    }
+
+    #[test]
+    fn a_process_that_accepts_nothing_is_unreachable_and_not_waited_for() {
+        let home = tempfile::tempdir().unwrap();
+        let dir = named(home.path(), "a");
+        dir.make(|_| Ok(())).unwrap();
+        let (_dir, short) = dir.short_socket_path().unwrap();
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
+        rustix::net::bind(&socket, &SocketAddrUnix::new(short).unwrap()).unwrap();
+        rustix::net::listen(&socket, 0).unwrap();
+        let limit = Duration::from_millis(50);
+        let waiting: Vec<_> = (0..4).map(|_| dir.connect(limit)).collect();
+        assert!(matches!(
+            waiting.last().unwrap(),
+            Err(Error::Unreachable { .. })
+        ));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use super::attached::{self, Answer};
 use super::dir::MachineDir;
 use super::ipc::{Reply, Request, RunningStatus};
 use super::name::MachineName;
-use super::record::{EndKind, LastRun, Record};
+use super::record::{EndKind, LastRun, Record, WorkloadEnd};
 use crate::{Error, NetworkConfig};
 
 /// How long a machine's process may take to say how it is before it counts as unreachable.
@@ -93,7 +93,7 @@ pub struct MachineInfo {
 enum Seen {
     Running(RunningStatus),
     Starting,
-    Unreachable(String),
+    Unreachable(String, Option<u32>),
     Quiet(Option<LastRun>),
 }
 
@@ -144,21 +144,24 @@ fn damaged(name: &MachineName, reason: String) -> MachineInfo {
 fn look(dir: &MachineDir) -> Result<Seen, Error> {
     let mut last = None;
     for _ in 0..3 {
-        match attached::ask(dir, Request::Status, STATUS_LIMIT) {
+        match attached::ask(dir, &Request::Status, STATUS_LIMIT) {
             Ok(Some(Answer { reply, .. })) => {
                 return match reply {
                     Reply::Running(status) => Ok(Seen::Running(status)),
-                    Reply::Starting { .. } => Ok(Seen::Starting),
+                    Reply::Starting => Ok(Seen::Starting),
                     Reply::Failed(error) => Err(error.into()),
                     _ => Err(attached::strange()),
                 };
             }
             Ok(None) => {}
-            Err(error) => return Ok(Seen::Unreachable(error.to_string())),
+            Err(error) => {
+                let pid = dir.last_run().ok().flatten().map(|run| run.pid);
+                return Ok(Seen::Unreachable(error.to_string(), pid));
+            }
         }
         let run = match dir.last_run() {
             Ok(run) => run,
-            Err(error) => return Ok(Seen::Unreachable(error.to_string())),
+            Err(error) => return Ok(Seen::Unreachable(error.to_string(), None)),
         };
         let unfinished = run.as_ref().is_some_and(|run| run.end.is_none());
         last = run;
@@ -167,6 +170,16 @@ fn look(dir: &MachineDir) -> Result<Seen, Error> {
         }
     }
     Ok(Seen::Quiet(last))
+}
+
+/// How a workload ended, in words.
+fn workload_reason(end: &WorkloadEnd) -> String {
+    let reason = end.reason.as_ref().map(|reason| format!(": {reason}"));
+    format!(
+        "its workload ended with code {}{}",
+        end.exit_code,
+        reason.unwrap_or_default()
+    )
 }
 
 fn compose(record: Record, seen: Seen) -> MachineInfo {
@@ -199,14 +212,13 @@ fn compose(record: Record, seen: Seen) -> MachineInfo {
             info.engine = Some(status.engine);
             info.kernel_release = Some(status.kernel_release);
             info.started_at = Some(status.started_at);
-            info.workload_exit = status.workload_exit;
-            info.state_reason = status
-                .workload_exit
-                .map(|code| format!("its workload exited with code {code}"));
+            info.workload_exit = status.workload.as_ref().map(|end| end.exit_code);
+            info.state_reason = status.workload.as_ref().map(workload_reason);
         }
         Seen::Starting => info.state_reason = Some("it is being started".to_owned()),
-        Seen::Unreachable(reason) => {
+        Seen::Unreachable(reason, pid) => {
             info.state = MachineState::Unreachable;
+            info.pid = pid;
             info.state_reason = Some(reason);
         }
         Seen::Quiet(None) => {}

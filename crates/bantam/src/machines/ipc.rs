@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::egress::EgressRecord;
 use super::name::MachineName;
-use super::record::EndKind;
+use super::record::{EndKind, WorkloadEnd};
 use crate::{Error, Home, NetworkConfig};
 
 /// The most bytes of a message.
@@ -56,18 +56,13 @@ pub(crate) enum Reply {
     /// To `Status`, and to a start that succeeded.
     Running(RunningStatus),
     /// To `Status` while the guest boots.
-    Starting {
-        /// The process.
-        pid: u32,
-    },
+    Starting,
     /// To `Connect`; comes with a descriptor.
     Connected,
     /// To `Stop` and `Kill`.
     Ended {
         /// What sort of end.
         kind: EndKind,
-        /// For people.
-        reason: String,
     },
     /// To `SetPolicy`.
     PolicySet,
@@ -88,8 +83,8 @@ pub(crate) struct RunningStatus {
     #[serde(with = "engine_kind")]
     pub(crate) engine: EngineKind,
     pub(crate) kernel_release: String,
-    /// The exit code of the workload, if it has ended.
-    pub(crate) workload_exit: Option<u8>,
+    /// How the workload ended, if it has.
+    pub(crate) workload: Option<WorkloadEnd>,
 }
 
 /// What a process that is to become a machine's is told, on its standard input. The machine's
@@ -124,15 +119,9 @@ pub(crate) struct RemoteError {
 impl RemoteError {
     /// The error with the messages of its causes.
     pub(crate) fn new(error: &Error) -> Self {
-        let mut message = error.to_string();
-        let mut cause = std::error::Error::source(error);
-        while let Some(error) = cause {
-            message = format!("{message}: {error}");
-            cause = error.source();
-        }
         Self {
             code: error.code().to_owned(),
-            message,
+            message: error.message_with_causes(),
             hint: error.hint(),
             console: error.console().to_vec(),
         }

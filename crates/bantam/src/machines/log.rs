@@ -159,9 +159,16 @@ struct Reader {
 impl Reader {
     fn open(path: &Path, tail: Option<u64>) -> io::Result<Self> {
         let mut files = Vec::new();
+        let mut seen = None;
         for path in [path.to_path_buf(), older(path)] {
             match File::open(&path) {
-                Ok(file) => files.push(file),
+                Ok(file) => {
+                    // A change of files between the two looks gives the same one twice.
+                    let number = file.metadata()?.ino();
+                    if seen.replace(number) != Some(number) {
+                        files.push(file);
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
             }
@@ -193,13 +200,17 @@ impl Reader {
                 }
                 continue;
             };
-            let count = file.read(chunk)?;
+            let mut count = file.read(chunk)?;
+            let current = fs::metadata(&self.path).map(|meta| meta.ino()).ok();
+            let is_current = last && Some(file.metadata()?.ino()) == current;
+            if count == 0 && !is_current {
+                // Something may have been written between that read and the change of files.
+                count = file.read(chunk)?;
+            }
             if count > 0 {
                 return Ok(chunk.get(..count));
             }
-            // At its end. It is done with if it is not the one that is being written.
-            let current = fs::metadata(&self.path).map(|meta| meta.ino()).ok();
-            if last && Some(file.metadata()?.ino()) == current {
+            if is_current {
                 return Ok(None);
             }
             self.files.pop();

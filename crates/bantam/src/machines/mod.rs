@@ -28,22 +28,24 @@ mod workload;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use bantam_image::{Image, Store};
 use bantam_vmm::Timeline;
 
 use self::attached::{Answer, Attached};
 pub use self::changes::Changes;
-use self::dir::{Locked, MachineDir};
+use self::dir::{Locked, MachineDir, MachineLock};
 pub use self::egress::EgressRecord;
 pub use self::info::{MachineInfo, MachineState};
 use self::ipc::{Reply, Request, RunningStatus};
 pub use self::log::LogOptions;
 pub use self::name::MachineName;
-use self::record::{Record, pin_owner};
+pub(crate) use self::record::Record;
 pub use self::stats::MachineStats;
 pub use self::vmm::{Stopper, VmmProcess};
+use crate::home::absolute;
 use crate::machine::Facts;
 use crate::spec::Spec;
 use crate::{Error, Home, Machine, MachineBuilder, NetworkConfig, disk, guest};
@@ -97,11 +99,11 @@ impl Machines {
     }
 
     /// The program that a machine's process runs: `bantam`, or another that calls
-    /// [`VmmProcess`]. By default `$BANTAM_PROGRAM`, or `bantam` beside the running program, in
-    /// the directory above that, or in `$PATH`.
+    /// [`VmmProcess`]. By default `$BANTAM_PROGRAM`, or `bantam` beside the running program or in
+    /// `$PATH`.
     #[must_use]
     pub fn vmm_program(mut self, program: impl Into<PathBuf>) -> Self {
-        self.vmm_program = Some(program.into());
+        self.vmm_program = Some(absolute(program.into()));
         self
     }
 
@@ -125,11 +127,16 @@ impl Machines {
             spec,
         };
         let store = self.store()?;
+        dir::sweep(self.home.machines(), |record| {
+            // The next sweep tries again.
+            let _ = store.unpin(&record.pin_owner());
+        });
         let template = guest::find_disk_template()?;
         let made = self.dir(name).make(|dir| {
-            store.pin(image, &record.pin_owner())?;
             disk::create(&dir.disk(), record.spec.disk_gib, &template)?;
-            dir.write_record(&record)
+            // By the record a sweep knows whose pin it is.
+            dir.write_record(&record)?;
+            Ok(store.pin(image, &record.pin_owner())?)
         });
         if made.is_err() {
             // There is no machine of that id.
@@ -154,11 +161,15 @@ impl Machines {
     pub fn start_within(&self, name: &MachineName, limit: Duration) -> Result<Machine, Error> {
         let dir = self.dir(name);
         let timeline = Timeline::start();
-        let running = match dir.lock(|| running(&dir))? {
-            Locked::Instead(running) => running,
-            Locked::Mine(lock) => start::start(self, &dir, lock, limit)?,
-        };
-        self.attach(&dir, running, timeline)
+        match dir.lock(|| running(&dir))? {
+            Locked::Instead(running) => self.attach(&dir, running, timeline),
+            Locked::Mine(lock) => {
+                // Before the start: a short workload may end the machine, and remove it.
+                let (record, image) = self.description(&dir)?;
+                let running = start::start(self, &dir, lock, limit)?;
+                Ok(attached_machine(&dir, record, image, running, timeline))
+            }
+        }
     }
 
     /// The running machine of that name, whichever process started it.
@@ -180,28 +191,17 @@ impl Machines {
         running: RunningStatus,
         timeline: Timeline,
     ) -> Result<Machine, Error> {
+        let (record, image) = self.description(dir)?;
+        Ok(attached_machine(dir, record, image, running, timeline))
+    }
+
+    fn description(&self, dir: &MachineDir) -> Result<(Record, Image), Error> {
         let record = dir.record()?;
-        let image =
-            self.store()?
-                .stored(&record.image_digest)?
-                .ok_or_else(|| Error::ImageGone {
-                    image: record.image.clone(),
-                })?;
-        let facts = Facts {
-            name: Some(record.name),
-            image,
-            called: record.image,
-            engine: running.engine,
-            kernel_release: running.kernel_release,
-            has_network: record.spec.network.is_some(),
-            defaults: record.spec.defaults,
-        };
-        let host = Attached::new(dir.clone(), running.pid);
-        Ok(Machine::attached(
-            std::sync::Arc::new(host),
-            facts,
-            timeline,
-        ))
+        let image = self.store()?.stored(&record.image_digest)?;
+        let image = image.ok_or_else(|| Error::ImageGone {
+            image: record.image.clone(),
+        })?;
+        Ok((record, image))
     }
 
     /// Asks a machine to write everything back and power off; processes in it have `grace` to
@@ -226,40 +226,30 @@ impl Machines {
 
     fn end(&self, name: &MachineName, request: Request) -> Result<Stopped, Error> {
         let dir = self.dir(name);
-        if !dir.path().is_dir() {
-            return Err(dir.not_found());
-        }
-        match attached::end(&dir, request)? {
-            None => Ok(Stopped::Before(self.inspect(name)?.state)),
-            Some(_) => match dir.lock_within(EXIT_LIMIT) {
-                // An ephemeral one is gone.
-                Ok(_) | Err(Error::NoSuchMachine { .. }) => Ok(Stopped::Now),
-                Err(error) => Err(error),
-            },
+        match ended(&dir, &request) {
+            Ok((_, false)) => Ok(Stopped::Before(self.inspect(name)?.state)),
+            // An ephemeral one is gone.
+            Ok((_, true)) => Ok(Stopped::Now),
+            Err(error) => Err(error),
         }
     }
 
     /// Ends a machine if it runs, and removes it with everything it wrote.
     ///
     /// # Errors
-    /// [`Error::NoSuchMachine`], or what went wrong; the machine is still listed then.
+    /// [`Error::NoSuchMachine`], or what went wrong.
     pub fn delete(&self, name: &MachineName) -> Result<(), Error> {
         let dir = self.dir(name);
-        if !dir.path().is_dir() {
-            return Err(dir.not_found());
-        }
-        attached::end(&dir, Request::Kill)?;
-        let lock = match dir.lock_within(EXIT_LIMIT) {
-            Err(Error::NoSuchMachine { .. }) => return Ok(()),
-            lock => lock?,
+        let (Some(lock), _) = ended(&dir, &Request::Kill)? else {
+            return Ok(());
         };
         // A damaged record is no reason to keep the machine; its pin is the price.
-        let record = dir.record();
-        dir.remove(lock)?;
-        match record {
-            Ok(record) => Ok(self.store()?.unpin(&pin_owner(&record.id))?),
-            Err(_) => Ok(()),
-        }
+        let owner = dir.record().ok().map(|record| record.pin_owner());
+        let store = self.store()?;
+        dir.remove(lock, || match owner {
+            Some(owner) => Ok(store.unpin(&owner)?),
+            None => Ok(()),
+        })
     }
 
     /// Changes a machine that does not run. The policy of a network can be changed while the
@@ -294,7 +284,7 @@ impl Machines {
         let request = Request::SetPolicy {
             network: network.clone(),
         };
-        match attached::ask(dir, request, attached::ANSWER_LIMIT)? {
+        match attached::ask(dir, &request, attached::ANSWER_LIMIT)? {
             // It ended meanwhile.
             None => Err(Error::MachineBusy {
                 name: dir.name().to_string(),
@@ -313,7 +303,7 @@ impl Machines {
     /// [`Error::NoSuchMachine`], [`Error::NotRunning`], [`Error::Unreachable`].
     pub fn egress_events(&self, name: &MachineName) -> Result<Vec<EgressRecord>, Error> {
         let dir = self.dir(name);
-        match attached::ask(&dir, Request::EgressEvents, attached::ANSWER_LIMIT)? {
+        match attached::ask(&dir, &Request::EgressEvents, attached::ANSWER_LIMIT)? {
             None => Err(self.not_running(name)?),
             Some(answer) => match answer.reply {
                 Reply::EgressEvents { events } => Ok(events),
@@ -399,13 +389,48 @@ impl Machines {
     }
 }
 
+/// Ends the machine in `dir` if it runs, and takes its lock, which is free when its process is
+/// gone. One that is only just being started is waited for, and ended. Gives the lock, unless the
+/// machine was removed at its end, and whether it ran.
+fn ended(dir: &MachineDir, request: &Request) -> Result<(Option<MachineLock>, bool), Error> {
+    let mut ran = false;
+    let mut deadline = Instant::now() + EXIT_LIMIT;
+    let locked = dir.lock(|| {
+        if attached::end(dir, request)?.is_some() {
+            ran = true;
+            deadline = Instant::now() + EXIT_LIMIT;
+        }
+        Ok((Instant::now() > deadline).then_some(()))
+    });
+    match locked {
+        Ok(Locked::Mine(lock)) => Ok((Some(lock), ran)),
+        Ok(Locked::Instead(())) => Err(Error::MachineBusy {
+            name: dir.name().to_string(),
+        }),
+        Err(Error::NoSuchMachine { .. }) if ran => Ok((None, true)),
+        Err(error) => Err(error),
+    }
+}
+
+fn attached_machine(
+    dir: &MachineDir,
+    record: Record,
+    image: Image,
+    running: RunningStatus,
+    timeline: Timeline,
+) -> Machine {
+    let host = Attached::new(dir.clone(), running.pid);
+    let facts = Facts::of(record, image, running.engine, running.kernel_release);
+    Machine::attached(Arc::new(host), facts, timeline)
+}
+
 /// How the machine in `dir` runs, if it does. One that is being started does not yet.
 fn running(dir: &MachineDir) -> Result<Option<RunningStatus>, Error> {
-    match attached::ask(dir, Request::Status, attached::ANSWER_LIMIT)? {
+    match attached::ask(dir, &Request::Status, attached::ANSWER_LIMIT)? {
         None => Ok(None),
         Some(Answer { reply, .. }) => match reply {
             Reply::Running(status) => Ok(Some(status)),
-            Reply::Starting { .. } => Ok(None),
+            Reply::Starting => Ok(None),
             Reply::Failed(error) => Err(error.into()),
             _ => Err(attached::strange()),
         },

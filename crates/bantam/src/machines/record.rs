@@ -40,12 +40,8 @@ impl Record {
 
     /// In whose name the store keeps the image.
     pub(crate) fn pin_owner(&self) -> String {
-        pin_owner(&self.id)
+        format!("machine {}", self.id)
     }
-}
-
-pub(crate) fn pin_owner(id: &str) -> String {
-    format!("machine {id}")
 }
 
 /// `run.json`: the last start. Written by the machine's process alone.
@@ -91,8 +87,6 @@ pub(crate) enum EndKind {
 /// The end of a workload.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct WorkloadEnd {
-    /// Unix seconds.
-    pub(crate) at: u64,
     /// As a shell would give it; 125 to 127 if it could not be started.
     pub(crate) exit_code: u8,
     /// For people, unless it exited by itself.
@@ -107,11 +101,7 @@ impl WorkloadEnd {
             Ok(status) => (status.exit_code(), None),
             Err(error) => (error.exit_code(), Some(error.to_string())),
         };
-        Self {
-            at: super::now(),
-            exit_code,
-            reason,
-        }
+        Self { exit_code, reason }
     }
 }
 
@@ -144,11 +134,11 @@ pub(crate) fn write(path: &Path, value: &impl Serialize) -> Result<(), Error> {
         source,
     };
     let bytes = serde_json::to_vec_pretty(value).map_err(|error| failed(error.into()))?;
-    let temporary = path.with_extension("json.new");
+    // One writer's own: two at once must not mix.
+    let temporary = path.with_extension(format!("{}.new", super::random_hex(4)?));
     let mut file = OpenOptions::new()
         .write(true)
-        .create(true)
-        .truncate(true)
+        .create_new(true)
         .mode(0o600)
         .open(&temporary)
         .map_err(failed)?;

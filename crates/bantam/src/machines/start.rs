@@ -1,14 +1,16 @@
 //! Starting the process of a machine.
 
 use std::env;
-use std::fs::OpenOptions;
+use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::Machines;
 use super::dir::{MachineDir, MachineLock};
@@ -16,18 +18,28 @@ use super::ipc::{self, Reply, RunningStatus, StartRequest};
 use super::record::LastRun;
 use super::vmm::VmmProcess;
 use crate::home::variable;
+use crate::machine::REQUEST_LIMIT;
 use crate::{Error, guest};
 
-/// How much longer than the guest its process may take to say how the boot went.
-const MARGIN: Duration = Duration::from_secs(30);
+/// How much longer than the guest its process may take to say how the boot went: what follows the
+/// boot has a time limit of its own.
+const MARGIN: Duration = REQUEST_LIMIT.saturating_add(Duration::from_secs(30));
+
+/// How long a process that could not start its machine may take to be gone.
+const EXIT_LIMIT: Duration = Duration::from_secs(5);
 
 /// How much of what a process said before it died is quoted.
 const LOG_LINES: usize = 5;
 
-/// What of the environment a machine's process gets, by the beginning of its name: where programs
-/// are, what is set for bantam, and what it writes to its log. Whatever else the caller has there, secrets among it, is no
-/// business of a process that lives longer.
-const KEPT_VARIABLES: [&str; 4] = ["BANTAM_", "PATH", "RUST_", "SSL_CERT_FILE"];
+/// What of the environment a machine's process gets: where programs and certificates are, what is
+/// set for bantam, what it writes to its log. Whatever else the caller has there, secrets among it,
+/// is no business of a process that lives longer.
+fn is_kept(name: &str) -> bool {
+    matches!(name, "PATH" | "SSL_CERT_FILE")
+        || ["BANTAM_", "RUST_"]
+            .iter()
+            .any(|kept| name.starts_with(kept))
+}
 
 /// Starts the machine in `dir` in a process of its own, which gets the lock.
 pub(super) fn start(
@@ -69,40 +81,61 @@ pub(super) fn start(
         other => {
             // It hears that nobody waits, and exits if it has not.
             drop(ours);
-            let _ = child.wait();
+            end(&mut child);
             Err(match other {
                 Ok((Reply::Failed(error), _)) => error.into(),
                 Ok(_) => super::attached::strange(),
-                Err(error) => gone(dir, &error),
+                Err(error) => gone(dir, child.id(), &error),
             })
         }
     }
 }
 
+/// Waits for the process a little, and kills it.
+fn end(child: &mut Child) {
+    let deadline = Instant::now() + EXIT_LIMIT;
+    while matches!(child.try_wait(), Ok(None)) {
+        if Instant::now() > deadline {
+            // A process in the kernel's hands ends when that lets go of it.
+            let _ = child.kill();
+            break;
+        }
+        thread::sleep(super::dir::PAUSE);
+    }
+}
+
 /// The process ended without an answer: what it wrote last is all there is.
-fn gone(dir: &MachineDir, error: &io::Error) -> Error {
+fn gone(dir: &MachineDir, pid: u32, error: &io::Error) -> Error {
     let reason = match dir.last_run() {
-        Ok(Some(LastRun { end: Some(end), .. })) => end.reason,
+        Ok(Some(LastRun {
+            pid: of,
+            end: Some(end),
+            ..
+        })) if of == pid => end.reason,
+        _ if matches!(
+            error.kind(),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+        ) =>
+        {
+            "its process did not say in time whether it runs".to_owned()
+        }
         _ => format!("its process ended without a word ({error})"),
     };
-    let log = std::fs::read_to_string(dir.vmm_log()).unwrap_or_default();
+    let log = fs::read_to_string(dir.vmm_log()).unwrap_or_default();
     let said: Vec<_> = log.lines().take(LOG_LINES).collect();
+    let mut message = format!("cannot start machine '{}': {reason}", dir.name());
+    if !said.is_empty() {
+        message = format!("{message}; its log begins: {}", said.join(" / "));
+    }
     Error::Remote {
         code: "vm".to_owned(),
-        message: match said.as_slice() {
-            [] => format!("cannot start machine '{}': {reason}", dir.name()),
-            said => format!(
-                "cannot start machine '{}': {reason}; its log begins: {}",
-                dir.name(),
-                said.join(" / ")
-            ),
-        },
+        message,
         hint: None,
         console: Vec::new(),
     }
 }
 
-fn spawn(program: &Path, dir: &MachineDir, starter: UnixStream) -> io::Result<std::process::Child> {
+fn spawn(program: &Path, dir: &MachineDir, starter: UnixStream) -> io::Result<Child> {
     let log = OpenOptions::new()
         .write(true)
         .create(true)
@@ -111,9 +144,12 @@ fn spawn(program: &Path, dir: &MachineDir, starter: UnixStream) -> io::Result<st
         .open(dir.vmm_log())?;
     let kept = env::vars_os().filter(|(name, _)| {
         let name = name.to_string_lossy();
-        KEPT_VARIABLES.iter().any(|kept| name.starts_with(kept))
+        is_kept(&name)
     });
-    Command::new(program)
+    let mut command = Command::new(program);
+    bantam_vmm::inherit_nothing(&mut command);
+    command
+        .arg0("bantam")
         .arg(VmmProcess::ARGUMENT)
         // For people who look at the list of processes.
         .arg(dir.name().as_str())
@@ -127,9 +163,9 @@ fn spawn(program: &Path, dir: &MachineDir, starter: UnixStream) -> io::Result<st
 }
 
 /// A process that outlives its parent is no zombie, and one that does not must not become one.
-fn reap(mut child: std::process::Child) {
+fn reap(mut child: Child) {
     // Without a thread for it, it is reaped when this process ends.
-    let _ = std::thread::Builder::new()
+    let _ = thread::Builder::new()
         .name("reaper".to_owned())
         .spawn(move || child.wait());
 }
@@ -138,12 +174,13 @@ fn find_program() -> Result<PathBuf, Error> {
     if let Some(program) = variable("BANTAM_PROGRAM") {
         return Ok(program);
     }
-    let mut dirs = Vec::new();
-    if let Ok(program) = env::current_exe() {
-        dirs.extend(program.ancestors().skip(1).take(2).map(Path::to_path_buf));
-    }
-    dirs.extend(env::split_paths(&env::var_os("PATH").unwrap_or_default()));
-    dirs.iter()
+    let beside = env::current_exe().ok();
+    let beside = beside.as_deref().and_then(Path::parent);
+    let path = env::var_os("PATH").unwrap_or_default();
+    beside
+        .map(Path::to_path_buf)
+        .into_iter()
+        .chain(env::split_paths(&path).filter(|dir| dir.is_absolute()))
         .map(|dir| dir.join("bantam"))
         .find(|program| program.is_file())
         .ok_or(Error::NoVmmProgram)

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
@@ -23,9 +24,6 @@ use crate::{Error, Machine, NetworkConfig, disk, host_trust};
 
 /// How many requests are worked on at once; more wait in the socket's queue.
 const MAX_REQUESTS: usize = 256;
-
-/// Bytes of the longest host name that Linux takes.
-const HOST_NAME_MAX: usize = 64;
 
 /// How long a client may take to say what it wants.
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
@@ -65,8 +63,16 @@ pub(super) struct Serving {
     /// Once it has booted.
     local: OnceLock<Arc<Local>>,
     pub(super) workload: RunningWorkload,
+    /// Where the image's pin is, for a machine that is removed at its end.
+    images: PathBuf,
+    /// Held while the machine's record is changed.
+    record: Mutex<()>,
     /// Somebody asked for the end.
     stopping: AtomicBool,
+    /// The workload's end is the machine's.
+    workload_ends_it: AtomicBool,
+    /// The machine was removed.
+    gone: AtomicBool,
     requests: AtomicUsize,
 }
 
@@ -74,18 +80,13 @@ impl VmmProcess {
     /// The first argument of the process.
     pub const ARGUMENT: &'static str = "vmm-process";
 
-    /// Takes over the machine that the starting process hands over on standard input. Every
-    /// other descriptor that this process was started with is closed: call this before anything
-    /// else is opened.
+    /// Takes over the machine that the starting process hands over on standard input.
     ///
     /// # Errors
     /// [`Error::Io`] if this process was not started for that.
     pub fn receive() -> Result<Self, Error> {
         // Fails only for the leader of a process group, which has no terminal to leave.
         let _ = rustix::process::setsid();
-        bantam_vmm::close_inherited_files().map_err(Error::io(
-            "cannot close what the starting process left open",
-        ))?;
         let failed = Error::io("this is run by bantam itself, to start a machine");
         let received = io::stdin()
             .as_fd()
@@ -108,7 +109,11 @@ impl VmmProcess {
             run: Mutex::new(run),
             local: OnceLock::new(),
             workload: RunningWorkload::default(),
+            images: request.home.images().to_path_buf(),
+            record: Mutex::new(()),
             stopping: AtomicBool::new(false),
+            workload_ends_it: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
             requests: AtomicUsize::new(0),
         };
         Ok(Self {
@@ -132,14 +137,8 @@ impl VmmProcess {
     /// What kept the machine from booting, which the starting process was told, too.
     pub fn run(self) -> Result<(), Error> {
         let serving = Arc::clone(&self.serving);
-        let record = serving.dir.record()?;
-        let listener = serving.dir.listen()?;
-        serving.dir.write_last_run(&serving.lock_run())?;
-        accept(listener, &serving)?;
         let answered = Arc::new(AtomicBool::new(false));
-        let started = self
-            .exit_with_the_starter(&answered)
-            .and_then(|()| self.start(&record, &answered));
+        let started = self.start(&answered);
         if let Err(error) = &started {
             serving.failed(error);
             answered.store(true, Ordering::Release);
@@ -156,23 +155,27 @@ impl VmmProcess {
         }
         let written = serving.dir.write_last_run(&serving.lock_run());
         serving.dir.unlisten();
-        if record.ephemeral {
-            remove(&serving.dir, &record, &self.request, self.lock)?;
-        }
-        started.and(written)
+        let removed = serving.remove_ephemeral(self.lock);
+        started.map(drop).and(written).and(removed)
     }
 
     /// Boots, starts the workload, and tells the starting process. Nothing runs after an error.
-    fn start(&self, record: &Record, answered: &AtomicBool) -> Result<(), Error> {
-        let (local, machine) = self.boot(record)?;
-        let _ = self.serving.local.set(Arc::clone(&local));
+    fn start(&self, answered: &Arc<AtomicBool>) -> Result<(), Error> {
+        let serving = &self.serving;
+        let record = serving.dir.record()?;
+        let listener = serving.dir.listen()?;
+        serving.dir.write_last_run(&serving.lock_run())?;
+        accept(listener, serving)?;
+        self.exit_with_the_starter(answered)?;
+        let (local, machine) = self.boot(&record)?;
+        let _ = serving.local.set(Arc::clone(&local));
         // The agent answers only when the rest of its set-up is done, which may fail, too.
         let told = machine
             .stats()
-            .and_then(|_| workload::run(&machine, record, &self.serving))
+            .and_then(|_| workload::run(&machine, &record, serving))
             .and_then(|()| {
                 answered.store(true, Ordering::Release);
-                ipc::send(&self.starter, &self.serving.status(), None)
+                ipc::send(&self.starter, &serving.status(), None)
                     .map_err(Error::io("the starting process is gone"))
             });
         if told.is_err() {
@@ -192,28 +195,18 @@ impl VmmProcess {
         let disk = self.serving.dir.disk();
         // It may have been made larger since the last start.
         disk::grow(&disk, record.spec.disk_gib)?;
-        let name = record.name.as_str();
-        // A name is ASCII, and may be longer than Linux lets a host name be.
-        let name = name.get(..HOST_NAME_MAX).unwrap_or(name);
         let hostname = record.spec.hostname.as_deref();
         let boot = Boot {
             spec: &record.spec,
             guest: self.request.guest(),
             image: &image,
             disk: Some(disk),
-            hostname: hostname.unwrap_or(name),
+            hostname: hostname.unwrap_or(record.name.as_str()),
             timeout: Duration::from_millis(self.request.boot_timeout_ms),
         };
         let local = Local::boot(boot, &timeline)?;
-        let facts = Facts {
-            name: Some(record.name.clone()),
-            image,
-            called: record.image.clone(),
-            engine: local.engine(),
-            kernel_release: local.kernel_release().to_owned(),
-            has_network: record.spec.network.is_some(),
-            defaults: record.spec.defaults.clone(),
-        };
+        let release = local.kernel_release().to_owned();
+        let facts = Facts::of(record.clone(), image, local.engine(), release);
         let machine = Machine::attached(Arc::clone(&local) as Arc<dyn Host>, facts, timeline);
         if record.spec.trust_host_certs {
             host_trust::install_certificates(&machine)?;
@@ -242,18 +235,6 @@ impl VmmProcess {
             .map(drop)
             .map_err(Error::io("cannot start a thread"))
     }
-}
-
-/// Removes an ephemeral machine that has ended.
-fn remove(
-    dir: &MachineDir,
-    record: &Record,
-    request: &StartRequest,
-    lock: MachineLock,
-) -> Result<(), Error> {
-    dir.remove(lock)?;
-    let store = Store::open(request.home.images())?;
-    Ok(store.unpin(&record.pin_owner())?)
 }
 
 /// Answers requests, each on a thread of its own, until the process ends.
@@ -293,7 +274,15 @@ impl Serving {
     fn answer(&self, stream: &UnixStream) -> io::Result<()> {
         stream.set_read_timeout(Some(REQUEST_LIMIT))?;
         stream.set_write_timeout(Some(REQUEST_LIMIT))?;
-        let (request, _) = ipc::receive::<Request>(stream)?;
+        let request = match ipc::receive::<Request>(stream) {
+            Ok((request, _)) => request,
+            // From a program of another version, which must not take silence for the end.
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                let error = Error::Protocol(format!("the machine's process is asked: {error}"));
+                return ipc::send(stream, &Reply::Failed(RemoteError::new(&error)), None);
+            }
+            Err(error) => return Err(error),
+        };
         let mut given: Option<OwnedFd> = None;
         let reply = match request {
             Request::Status => self.status(),
@@ -347,8 +336,10 @@ impl Serving {
             .map_err(Error::io("cannot open a stream to the guest"))
     }
 
-    /// This process has the machine's lock, so that it alone can write the record.
+    /// This process has the machine's lock, so that it alone can write the record; its threads
+    /// take turns.
     fn set_policy(&self, network: NetworkConfig) -> Result<(), Error> {
+        let _turn = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         let running = self.local.get().and_then(|local| local.network());
         let mut record = self.dir.record()?;
         let (Some(running), Some(recorded)) = (running, record.spec.network.as_mut()) else {
@@ -367,8 +358,9 @@ impl Serving {
         match self.local.get() {
             Some(local) => {
                 let begun = Instant::now();
-                self.workload.stop(grace);
-                local.stop(grace.saturating_sub(begun.elapsed()), limit)
+                self.workload.stop(grace.min(limit));
+                let left = |time: Duration| time.saturating_sub(begun.elapsed());
+                local.stop(left(grace), left(limit))
             }
             None => self.give_up("it was stopped while it was being started"),
         }
@@ -386,15 +378,40 @@ impl Serving {
         // If it cannot be written down, the machine shows as killed, which is as true.
         let _ = self.dir.write_last_run(&run);
         self.dir.unlisten();
+        drop(run);
+        if let Ok(record) = self.dir.record()
+            && record.ephemeral
+        {
+            // This process has the lock as long as it lives.
+            let _ = self.dir.remove_locked(|| self.release(&record));
+        }
         std::process::exit(1);
+    }
+
+    /// Removes an ephemeral machine that has ended.
+    fn remove_ephemeral(&self, lock: MachineLock) -> Result<(), Error> {
+        match self.dir.record() {
+            Ok(record) if record.ephemeral => {
+                // Nothing is written into the directory of that name any more: another machine
+                // may have it.
+                let _run = self.lock_run();
+                self.dir.remove(lock, || self.release(&record))?;
+                self.gone.store(true, Ordering::Release);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn release(&self, record: &Record) -> Result<(), Error> {
+        Ok(Store::open(&self.images)?.unpin(&record.pin_owner())?)
     }
 
     fn ended_reply(&self, cause: Result<ExitCause, Error>) -> Reply {
         match cause {
-            Ok(cause) => {
-                let (kind, reason) = self.describe(cause);
-                Reply::Ended { kind, reason }
-            }
+            Ok(cause) => Reply::Ended {
+                kind: self.describe(cause).0,
+            },
             Err(error) => Reply::Failed(RemoteError::new(&error)),
         }
     }
@@ -404,6 +421,9 @@ impl Serving {
             ExitCause::Failed(reason) => (EndKind::Failed, reason),
             _ if self.stopping.load(Ordering::Acquire) => {
                 (EndKind::Stopped, "it was stopped".to_owned())
+            }
+            _ if self.workload_ends_it.load(Ordering::Acquire) => {
+                (EndKind::Stopped, "its workload ended".to_owned())
             }
             ExitCause::GuestShutdown | ExitCause::Killed => (
                 EndKind::Shutdown,
@@ -415,20 +435,32 @@ impl Serving {
     fn status(&self) -> Reply {
         let run = self.lock_run();
         match self.local.get() {
-            None => Reply::Starting { pid: run.pid },
+            None => Reply::Starting,
             Some(local) => Reply::Running(RunningStatus {
                 pid: run.pid,
                 started_at: run.started_at,
                 engine: local.engine(),
                 kernel_release: local.kernel_release().to_owned(),
-                workload_exit: run.workload.as_ref().map(|end| end.exit_code),
+                workload: run.workload.clone(),
             }),
+        }
+    }
+
+    /// Stops the machine because its workload has ended.
+    pub(super) fn stop_after_workload(&self) {
+        self.workload_ends_it.store(true, Ordering::Release);
+        if let Some(local) = self.local.get() {
+            // It is killed if it cannot be asked.
+            let _ = local.stop(Machine::STOP_GRACE, Machine::STOP_LIMIT);
         }
     }
 
     pub(super) fn workload_ended(&self, end: WorkloadEnd) -> Result<(), Error> {
         let mut run = self.lock_run();
         run.workload = Some(end);
+        if self.gone.load(Ordering::Acquire) {
+            return Ok(());
+        }
         self.dir.write_last_run(&run)
     }
 

@@ -93,8 +93,7 @@ pub(super) fn run(machine: &Machine, record: &Record, serving: &Arc<Serving>) ->
                 tracing::warn!(%error, "cannot record the end of the workload");
             }
             if ends_machine {
-                // It is killed if it cannot be asked.
-                let _ = serving.stop(Machine::STOP_GRACE, Machine::STOP_LIMIT);
+                serving.stop_after_workload();
             }
         })
         .map(drop)
