@@ -250,6 +250,25 @@ impl Error {
         move |source| Self::Io { what, source }
     }
 
+    /// The message, and after it those of its causes. A cause that its parent quotes already is not
+    /// said twice.
+    ///
+    /// It may quote what a guest, an image or a registry said: escape control characters before you
+    /// show it on a terminal.
+    #[must_use]
+    pub fn message_with_causes(&self) -> String {
+        let mut message = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(error) = cause {
+            let text = error.to_string();
+            if !message.contains(&text) {
+                message = format!("{message}: {text}");
+            }
+            cause = error.source();
+        }
+        message
+    }
+
     /// What the user can do next, where that is known.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
@@ -368,5 +387,25 @@ impl Error {
             } => 126,
             _ => 125,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let error = Error::State {
+            what: "open",
+            path: "/x".into(),
+            source: io::Error::other("no room"),
+        };
+        assert_eq!(error.message_with_causes(), "cannot open /x: no room");
+        let quotes = Error::Io {
+            what: "cannot go on: no room",
+            source: io::Error::other("no room"),
+        };
+        assert_eq!(quotes.message_with_causes(), "cannot go on: no room");
     }
 }
