@@ -1,7 +1,7 @@
 //! A command on a terminal: raw mode, window size, and both given back whatever happens.
 
 use std::io::{self, IsTerminal, Write};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread;
 
 use bantam::{ChildHandle, Exec, Size, Status};
@@ -71,13 +71,18 @@ pub(crate) fn run(exec: Exec, input: bool) -> Result<Status, Failure> {
     let output = child.stdout.take();
 
     let raw = Arc::new(RawMode::enter().map_err(failed("cannot set the terminal's mode"))?);
-    let mut signals = Signals::new([SIGWINCH, SIGINT, SIGTERM, SIGHUP])
-        .map_err(failed("cannot watch for signals"))?;
-    let handle = signals.handle();
-    let watcher = {
-        let (command, raw) = (child.handle(), Arc::clone(&raw));
-        thread::spawn(move || watch(&mut signals, &command, &raw))
-    };
+    // Apart, so that a guest that takes nothing cannot keep us from ending.
+    let watched =
+        |numbers: &[i32]| Signals::new(numbers).map_err(failed("cannot watch for signals"));
+    let (mut sizes, mut ends) = (watched(&[SIGWINCH])?, watched(&[SIGINT, SIGTERM, SIGHUP])?);
+    let handle = sizes.handle();
+    let command = child.handle();
+    // Neither is joined: the first may be stuck, and the second is of use as long as we live.
+    thread::spawn(move || pass_sizes(&mut sizes, &command));
+    {
+        let raw = Arc::downgrade(&raw);
+        thread::spawn(move || end(&mut ends, &raw));
+    }
     match keys {
         // Ends with the process: a read of a terminal cannot be called off.
         Some(mut keys) if input => {
@@ -91,23 +96,26 @@ pub(crate) fn run(exec: Exec, input: bool) -> Result<Status, Failure> {
         let _ = io::copy(&mut output, &mut stdout).and_then(|_| stdout.flush());
     }
     handle.close();
-    // It ends when its signals are closed, and has nothing that could panic.
-    let _ = watcher.join();
     Ok(child.wait()?)
 }
 
-/// Passes on changes of the window's size; restores the terminal before a signal ends us.
-fn watch(signals: &mut Signals, command: &ChildHandle, raw: &RawMode) {
-    for signal in signals.forever() {
-        if signal == SIGWINCH {
-            if let Some(size) = window() {
-                // Fails only if the command has ended.
-                let _ = command.resize(size);
-            }
-        } else {
-            raw.restore();
-            // As if we had never looked: the exit status says which signal it was.
-            let _ = signal_hook::low_level::emulate_default_handler(signal);
+/// Passes on changes of the window's size.
+fn pass_sizes(signals: &mut Signals, command: &ChildHandle) {
+    for _ in signals.forever() {
+        if let Some(size) = window() {
+            // Fails only if the command has ended.
+            let _ = command.resize(size);
         }
+    }
+}
+
+/// Restores the terminal before a signal ends us.
+fn end(signals: &mut Signals, raw: &Weak<RawMode>) {
+    for signal in signals.forever() {
+        if let Some(raw) = raw.upgrade() {
+            raw.restore();
+        }
+        // As if we had never looked: the exit status says which signal it was.
+        let _ = signal_hook::low_level::emulate_default_handler(signal);
     }
 }
