@@ -13,6 +13,7 @@ mod show;
 mod signals;
 mod terminal;
 mod vmm;
+mod vmm_log;
 
 use std::process::ExitCode;
 

@@ -6,11 +6,12 @@ use bantam::VmmProcess;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::Outcome;
 use crate::failure::Failure;
+use crate::{Outcome, vmm_log};
 
 /// Serves the machine that the starting process hands over, until it ends or a signal ends it.
 pub(crate) fn run() -> Outcome {
+    vmm_log::install();
     let process = VmmProcess::receive()?;
     let stopper = process.stopper();
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(|source| {
