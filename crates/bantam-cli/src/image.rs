@@ -246,9 +246,9 @@ fn table(list: &[StoredImage]) -> String {
     for image in list {
         let row = |name: &str| {
             [
-                name.to_owned(),
+                printable(name),
                 short(&image.digest).to_owned(),
-                image.platform.clone(),
+                printable(&image.platform),
                 HumanBytes(image.bytes()).to_string(),
                 HumanBytes(image.shared_bytes).to_string(),
                 ago(image.added_at),
@@ -288,7 +288,7 @@ fn rm(global: &Global, images: &Images, args: &RmArgs) -> Outcome {
         let removed = images.remove(name, reporter.as_ref())?;
         let mut text = String::new();
         for name in &removed.names {
-            text.push_str(&format!("untagged {name}\n"));
+            text.push_str(&format!("untagged {}\n", printable(name)));
         }
         for digest in &removed.images {
             text.push_str(&format!("removed {digest}\n"));
@@ -308,7 +308,7 @@ fn prune(global: &Global, images: &Images, args: &PruneArgs) -> Outcome {
     }
     let mut text = String::new();
     for name in &pruned.names {
-        text.push_str(&format!("untagged {name}\n"));
+        text.push_str(&format!("untagged {}\n", printable(name)));
     }
     for digest in &pruned.images {
         text.push_str(&format!("removed {digest}\n"));

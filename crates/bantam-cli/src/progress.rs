@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use bantam::{Layer, NoProgress, Progress, Stage};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
+use crate::show::printable;
+
 /// Work that takes less than this is not worth a word.
 const PATIENCE: Duration = Duration::from_millis(500);
 /// How often a line is written where there is no terminal.
@@ -84,7 +86,7 @@ impl Progress for Bars {
 
     fn message(&self, text: &str) {
         // A terminal that went away needs no message.
-        let _ = self.bars.println(text);
+        let _ = self.bars.println(printable(text));
     }
 }
 
@@ -162,7 +164,7 @@ impl Progress for Lines {
 
     fn message(&self, text: &str) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = writeln!(state.sink, "{text}");
+        let _ = writeln!(state.sink, "{}", printable(text));
     }
 }
 

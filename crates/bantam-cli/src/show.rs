@@ -32,11 +32,18 @@ pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> String {
     text
 }
 
-/// Foreign text for a terminal.
+/// Foreign text for a terminal: guests, images and registries must neither talk to it nor begin
+/// lines, so control characters are shown as escapes.
 pub(crate) fn printable(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-        .collect()
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() && c != '\t' {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+    }
+    shown
 }
 
 /// How long ago a moment was.
@@ -46,6 +53,7 @@ pub(crate) fn ago(unix_seconds: u64) -> String {
     }
     let then = UNIX_EPOCH + Duration::from_secs(unix_seconds);
     match SystemTime::now().duration_since(then) {
+        Ok(since) if since.as_secs() == 0 => "just now".to_owned(),
         Ok(since) => format!("{} ago", HumanDuration(since)),
         Err(_) => "in the future".to_owned(),
     }
@@ -87,6 +95,15 @@ mod tests {
 
     #[test]
     fn foreign_text_cannot_drive_the_terminal() {
-        assert_eq!(printable("a\u{1b}[31mb\n"), "a\u{fffd}[31mb\u{fffd}");
+        assert_eq!(printable("a\u{1b}[31mb\n"), "a\\u{1b}[31mb\\n");
+        assert_eq!(printable("\u{9b}é\t"), "\\u{9b}é\t");
+    }
+
+    #[test]
+    fn what_is_new_was_made_just_now() {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        // The clock of a host may be a second further by the time it is asked.
+        let ago = ago(now.as_secs());
+        assert!(["just now", "1 second ago"].contains(&&*ago), "{ago}");
     }
 }

@@ -4,7 +4,6 @@ use std::fmt::Write as _;
 
 use bantam::{MachineBuilder, NetworkConfig};
 use clap::Args;
-use serde::Serialize;
 
 use super::args::EventsArgs;
 use crate::Outcome;
@@ -113,7 +112,6 @@ impl NetworkArgs {
 
     /// `network` with what these add to it.
     pub(crate) fn add_to(&self, network: NetworkConfig) -> Result<NetworkConfig, Failure> {
-        let usage = |error: bantam::Error| Failure::Usage(crate::failure::with_causes(&error));
         let mut network = network;
         if self.net {
             network.policy.enabled = true;
@@ -209,15 +207,8 @@ impl NetworkChangeArgs {
         remove(&mut network.policy.allow_hosts, &self.remove_allow_host)?;
         remove(&mut network.policy.allow_cidrs, &self.remove_allow_cidr)?;
         remove(&mut network.policy.deny_cidrs, &self.remove_deny_cidr)?;
-        if !self.remove_port.is_empty() {
-            let gone = NetworkArgs {
-                port: self.remove_port.clone(),
-                ..NetworkArgs::default()
-            };
-            let gone = gone.add_to(NetworkConfig::isolated())?.port_list();
-            let kept = network.port_list();
-            let mut kept = kept.iter().map(|port| !gone.contains(port));
-            network.ports.retain(|_| kept.next().unwrap_or(true));
+        for ports in &self.remove_port {
+            unpublish(&mut network, ports)?;
         }
         self.add.add_to(network).map(|network| Some(Some(network)))
     }
@@ -242,16 +233,22 @@ where
     Ok(())
 }
 
-/// One refusal in `egress-events --json`.
-#[derive(Serialize)]
-struct EventObject {
-    time_ms: u64,
-    count: u64,
-    protocol: String,
-    address: Option<std::net::IpAddr>,
-    port: Option<u16>,
-    name: Option<String>,
-    reason: String,
+/// Takes the ports back that `text` published.
+fn unpublish(network: &mut NetworkConfig, text: &str) -> Result<(), Failure> {
+    let gone = NetworkConfig::isolated().publish(text).map_err(usage)?;
+    for port in gone.port_list() {
+        let published = network.port_list();
+        let Some(at) = published.iter().position(|other| *other == port) else {
+            return Err(Failure::Usage(format!("port {port} is not published")));
+        };
+        network.ports.remove(at);
+    }
+    Ok(())
+}
+
+/// A rule that cannot be understood.
+fn usage(error: bantam::Error) -> Failure {
+    Failure::Usage(error.message_with_causes())
 }
 
 pub(super) fn events(global: &Global, args: &EventsArgs) -> Outcome {
@@ -260,19 +257,7 @@ pub(super) fn events(global: &Global, args: &EventsArgs) -> Outcome {
     let surplus = events.len().saturating_sub(args.limit);
     events.drain(..surplus);
     if args.json {
-        let objects: Vec<_> = events
-            .into_iter()
-            .map(|event| EventObject {
-                time_ms: event.time_ms,
-                count: event.count,
-                protocol: event.protocol,
-                address: event.address,
-                port: event.port,
-                name: event.name,
-                reason: event.reason,
-            })
-            .collect();
-        return json(&objects);
+        return json(&events);
     }
     if events.is_empty() {
         out(&format!("No egress denials recorded for '{name}'.\n"))?;
@@ -296,8 +281,8 @@ pub(super) fn events(global: &Global, args: &EventsArgs) -> Outcome {
             "{}  {:>4}x  {:<5} {to}{port}: {}",
             humantime::format_rfc3339_millis(at),
             event.count,
-            event.protocol,
-            event.reason
+            printable(&event.protocol),
+            printable(&event.reason)
         );
     }
     out(&text)?;
@@ -387,6 +372,12 @@ mod tests {
             remove_allow_host: vec!["c.example".into()],
             ..NetworkChangeArgs::default()
         };
-        assert!(unknown.apply(Some(present)).is_err());
+        assert!(unknown.apply(Some(present.clone())).is_err());
+        let unpublished = NetworkChangeArgs {
+            remove_port: vec!["8080:80/udp".into()],
+            ..NetworkChangeArgs::default()
+        };
+        let error = unpublished.apply(Some(present)).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
     }
 }
