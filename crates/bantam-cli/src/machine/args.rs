@@ -194,7 +194,8 @@ pub(crate) struct MachineArgs {
     #[arg(long, value_name = "WORDS", help_heading = "Machine")]
     pub(crate) kernel_args: Option<String>,
 
-    /// When to ask the registry
+    /// Ask the registry for an image that is not in the store, always (a tag may have moved), or
+    /// never
     #[arg(
         long,
         value_name = "WHEN",
@@ -312,6 +313,9 @@ pub(crate) struct DeleteArgs {
     /// Do not ask, and end the machine if it runs
     #[arg(short, long)]
     pub(crate) force: bool,
+    /// The same: no machine depends on another; for callers that ask for it
+    #[arg(long, hide = true)]
+    pub(crate) cascade: bool,
 }
 
 #[derive(Debug, Args)]
@@ -438,11 +442,8 @@ pub(crate) struct UpdateArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Pull {
-    /// Only for an image that is not in the store
     Missing,
-    /// Always, so that a tag that moved is noticed
     Always,
-    /// Never: the image must be in the store
     Never,
 }
 
@@ -506,6 +507,15 @@ mod tests {
         for bad in ["", "0", "-1", "2x", "s", "99999999999999999999"] {
             assert_eq!(parse(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn clients_of_other_programs_may_ask_for_a_cascade() {
+        let words = ["bantam", "machine", "rm", "--force", "--cascade", "-n", "x"];
+        let MachineCommand::Delete(args) = machine_command(&words) else {
+            panic!("not machine delete");
+        };
+        assert!(args.force && args.cascade);
     }
 
     #[test]

@@ -2,14 +2,14 @@
 
 use std::io::{self, IsTerminal, Write};
 
-use bantam::{Changes, MachineName, MachineState, Stopped};
+use bantam::{Changes, MachineInfo, MachineName, MachineState, Stopped};
 
 use super::args::{DeleteArgs, StartArgs, StopArgs, UpdateArgs};
 use super::{command, run, text};
 use crate::Outcome;
 use crate::args::Global;
 use crate::failure::Failure;
-use crate::show::{out, say};
+use crate::show::{out, printable, say};
 
 pub(super) fn start(global: &Global, args: &StartArgs) -> Outcome {
     let machines = global.machines()?;
@@ -60,10 +60,15 @@ pub(super) fn restart(global: &Global, args: &StopArgs) -> Outcome {
 pub(super) fn delete(global: &Global, args: &DeleteArgs) -> Outcome {
     let machines = global.machines()?;
     let name = args.name.required()?;
-    let exists = machines.list()?.iter().any(|info| info.name == name);
-    if exists && !args.force && !confirmed(&name)? {
-        out("Cancelled\n")?;
-        return Ok(0);
+    if !args.force && !args.cascade {
+        // Of one that is damaged the question is the same.
+        if let Err(error @ bantam::Error::NoSuchMachine { .. }) = machines.inspect(&name) {
+            return Err(error.into());
+        }
+        if !confirmed(&name)? {
+            out("Cancelled\n")?;
+            return Ok(0);
+        }
     }
     machines.delete(&name)?;
     out(&format!("Deleted machine: {name}\n"))?;
@@ -94,11 +99,33 @@ pub(super) fn update(global: &Global, args: &UpdateArgs) -> Outcome {
     let machines = global.machines()?;
     let name = args.name.required()?;
     let before = machines.inspect(&name)?;
+    let changes = changes(args, &before)?;
+    if changes.is_empty() {
+        out("No changes specified.\n")?;
+        return Ok(0);
+    }
+    let after = machines.update(&name, &changes)?;
+    let mut text = format!("Updated machine '{name}':\n");
+    for line in changed_sizes(&before, &after)
+        .into_iter()
+        .chain(changed_settings(&changes))
+    {
+        text.push_str(&format!("  {}\n", printable(&line)));
+    }
+    text.push_str(&match after.state {
+        MachineState::Running => "\nIn force now.\n".to_owned(),
+        _ => format!("\nStart with: bantam machine start --name {name}\n"),
+    });
+    out(&text)?;
+    Ok(0)
+}
+
+fn changes(args: &UpdateArgs, before: &MachineInfo) -> Result<Changes, Failure> {
     let mut env = Vec::new();
     for (name, value) in command::environment(&args.env)? {
         env.push((text(&name)?, text(&value)?));
     }
-    let changes = Changes {
+    Ok(Changes {
         cpus: args.cpus,
         memory_mib: args.mem,
         disk_gib: args.disk.gib(),
@@ -109,56 +136,68 @@ pub(super) fn update(global: &Global, args: &UpdateArgs) -> Outcome {
         labels: args.label.iter().cloned().collect(),
         remove_labels: args.remove_label.clone(),
         network: args.network.apply(before.network.clone())?,
-    };
-    if changes.is_empty() {
-        out("No changes specified.\n")?;
-        return Ok(0);
-    }
-    let after = machines.update(&name, &changes)?;
-    let mut lines = format!("Updated machine '{name}':\n");
-    let mut line = |what: &str, before: String, after: String| {
-        if before != after {
-            lines.push_str(&format!("  {what}: {before} → {after}\n"));
-        }
-    };
-    line("cpus", before.cpus.to_string(), after.cpus.to_string());
-    let mib = |mib: u32| format!("{mib} MiB");
-    line("memory", mib(before.memory_mib), mib(after.memory_mib));
-    let gib = |gib: u32| format!("{gib} GiB");
-    line("storage", gib(before.disk_gib), gib(after.disk_gib));
-    for (name, value) in &changes.env {
-        lines.push_str(&format!("  env: {name}={value}\n"));
-    }
-    for name in &changes.remove_env {
-        lines.push_str(&format!("  removed env: {name}\n"));
-    }
-    if let Some(dir) = &changes.workdir {
-        lines.push_str(&format!("  workdir: {dir}\n"));
-    }
-    if let Some(user) = &changes.user {
-        lines.push_str(&format!("  user: {user}\n"));
-    }
-    for (key, value) in &changes.labels {
-        lines.push_str(&format!("  label: {key}={value}\n"));
-    }
-    for key in &changes.remove_labels {
-        lines.push_str(&format!("  removed label: {key}\n"));
-    }
-    if let Some(network) = &changes.network {
+    })
+}
+
+/// What is of another size now.
+fn changed_sizes(before: &MachineInfo, after: &MachineInfo) -> Vec<String> {
+    let sizes = [
+        ("cpus", before.cpus.into(), after.cpus.into(), ""),
+        ("memory", before.memory_mib, after.memory_mib, " MiB"),
+        ("storage", before.disk_gib, after.disk_gib, " GiB"),
+    ];
+    sizes
+        .into_iter()
+        .filter(|(_, before, after, _)| before != after)
+        .map(|(what, before, after, unit)| format!("{what}: {before}{unit} → {after}{unit}"))
+        .collect()
+}
+
+/// What was set and what was taken back.
+fn changed_settings(changes: &Changes) -> Vec<String> {
+    let mut lines = Vec::new();
+    // Their values may be secrets, and this may be a log that others read.
+    lines.extend(changes.env.iter().map(|(name, _)| format!("env: {name}")));
+    let removed = changes.remove_env.iter();
+    lines.extend(removed.map(|name| format!("removed env: {name}")));
+    lines.extend(changes.workdir.iter().map(|dir| format!("workdir: {dir}")));
+    lines.extend(changes.user.iter().map(|user| format!("user: {user}")));
+    let labels = changes.labels.iter();
+    lines.extend(labels.map(|(key, value)| format!("label: {key}={value}")));
+    let removed = changes.remove_labels.iter();
+    lines.extend(removed.map(|key| format!("removed label: {key}")));
+    lines.extend(changes.network.iter().map(|network| {
         let state = if network.is_some() {
             "enabled"
         } else {
             "disabled"
         };
-        lines.push_str(&format!("  network: {state}\n"));
+        format!("network: {state}")
+    }));
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_changed_is_told_without_the_values_of_variables() {
+        let changes = Changes {
+            env: vec![("TOKEN".into(), "hunter2".into())],
+            remove_env: vec!["OLD".into()],
+            labels: [("tier".to_owned(), "web".to_owned())].into(),
+            network: Some(None),
+            ..Changes::default()
+        };
+        assert_eq!(
+            changed_settings(&changes),
+            [
+                "env: TOKEN",
+                "removed env: OLD",
+                "label: tier=web",
+                "network: disabled"
+            ]
+        );
     }
-    if after.state == MachineState::Running {
-        lines.push_str("\nIn force now.\n");
-    } else {
-        lines.push_str(&format!(
-            "\nStart with: bantam machine start --name {name}\n"
-        ));
-    }
-    out(&lines)?;
-    Ok(0)
 }
