@@ -25,7 +25,8 @@ impl Cli {
         let json = match &self.command {
             Command::Machine(command) | Command::MachineGroup { command } => command.json(),
             Command::Image { command } => command.json(),
-            Command::Doctor(_) | Command::Completion(_) | Command::VmmProcess { .. } => false,
+            Command::Doctor(args) => args.json,
+            Command::Completion(_) | Command::VmmProcess { .. } => false,
         };
         if json {
             ErrorFormat::Json
@@ -187,6 +188,21 @@ mod tests {
     #[test]
     fn the_command_line_is_well_formed() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_caller_that_wants_json_gets_errors_as_json() {
+        for (words, format) in [
+            (&["doctor", "--json"][..], ErrorFormat::Json),
+            (&["doctor"], ErrorFormat::Text),
+            (&["doctor", "--error-format", "json"], ErrorFormat::Json),
+            (&["ls", "--json"], ErrorFormat::Json),
+            (&["image", "ls", "--json"], ErrorFormat::Json),
+        ] {
+            let all = ["bantam"].iter().chain(words);
+            let cli = Cli::try_parse_from(all).unwrap();
+            assert_eq!(cli.error_format(), format, "{words:?}");
+        }
     }
 
     #[test]

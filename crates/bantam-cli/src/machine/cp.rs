@@ -1,7 +1,7 @@
 //! `bantam cp`.
 
 use std::ffi::OsStr;
-use std::io;
+use std::io::{self, IsTerminal};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -51,8 +51,10 @@ pub(super) fn cp(global: &Global, args: &CpArgs) -> Outcome {
         owners: args.archive,
         follow_link: args.follow_link,
     };
+    let ends = (End::parse(&args.source), End::parse(&args.destination));
+    check_streams(&ends, io::stdin().is_terminal(), io::stdout().is_terminal())?;
     let machines = global.machines()?;
-    let copied = match (End::parse(&args.source), End::parse(&args.destination)) {
+    let copied = match ends {
         (End::Here(from), End::There(name, to)) => {
             machines.connect(&name)?.copy_in(from, to, &options)?
         }
@@ -78,6 +80,25 @@ pub(super) fn cp(global: &Global, args: &CpArgs) -> Outcome {
     Ok(0)
 }
 
+/// An archive is no reading for a terminal, least of all one that a guest made, and nobody types
+/// one.
+fn check_streams(
+    ends: &(End, End),
+    stdin_is_terminal: bool,
+    stdout_is_terminal: bool,
+) -> Result<(), Failure> {
+    match ends {
+        (End::Stream, _) if stdin_is_terminal => Err(Failure::Usage(
+            "standard input is a terminal: pipe an archive in, or name a path".into(),
+        )),
+        (_, End::Stream) if stdout_is_terminal => Err(Failure::Usage(
+            "standard output is a terminal: send the archive to a file or a pipe, or name a path"
+                .into(),
+        )),
+        _ => Ok(()),
+    }
+}
+
 fn report(global: &Global, copied: Copied) {
     if copied.skipped > 0 {
         say(
@@ -90,6 +111,19 @@ fn report(global: &Global, copied: Copied) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_archive_comes_from_or_goes_to_a_terminal() {
+        let there = || End::parse("dev:/x".as_ref());
+        let out = (there(), End::Stream);
+        assert_eq!(check_streams(&out, true, true).unwrap_err().exit_code(), 2);
+        assert!(check_streams(&out, true, false).is_ok());
+        let into = (End::Stream, there());
+        assert_eq!(check_streams(&into, true, true).unwrap_err().exit_code(), 2);
+        assert!(check_streams(&into, false, true).is_ok());
+        let path = (there(), End::Here("y".into()));
+        assert!(check_streams(&path, true, true).is_ok());
+    }
 
     #[test]
     fn only_a_name_and_an_absolute_path_are_in_a_machine() {

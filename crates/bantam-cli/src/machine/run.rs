@@ -39,7 +39,16 @@ pub(super) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
             say(global, &format!("note: {note}"));
         }
     }
-    let exec = machine.workload(&args.command, args.machine.entrypoint.as_deref())?;
+    let exec = machine
+        .workload(&args.command, args.machine.entrypoint.as_deref())
+        .map_err(|error| match error {
+            bantam::Error::InvalidCommand(_) => Failure::Usage(format!(
+                "no command was given, and the image '{image}' names none: add one, as in \
+                 `bantam run -I {image} -- sh`",
+                image = args.machine.image
+            )),
+            error => error.into(),
+        })?;
     let done = command::perform(context.apply(exec), &args.run, &args.output);
     let report = machine.kill();
     let done = done?;
