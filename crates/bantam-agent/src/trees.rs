@@ -55,6 +55,8 @@ fn try_receive(request: &WriteTree, stream: &mut impl Read) -> Result<GuestExec<
             place,
             must_be_directory,
             owners: request.owners,
+            // The host's own files, as they are there.
+            umask: false,
             shown: dir,
         };
         let fd = open_directory(dir).map_err(|error| failure(dir, &error))?;

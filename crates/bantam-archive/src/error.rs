@@ -3,12 +3,13 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-/// Why a tree could not be packed or unpacked.
+/// Why a tree could not be packed or unpacked. Names may be a stranger's: they are quoted, and
+/// what is in them cannot talk to a terminal.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Something in the file system.
-    #[error("{}: {source}", path.display())]
+    #[error("cannot copy {path:?}: {source}")]
     File {
         /// What.
         path: PathBuf,
@@ -16,7 +17,7 @@ pub enum Error {
         source: io::Error,
     },
     /// A file became shorter while it was read.
-    #[error("{}: became shorter while it was read", .0.display())]
+    #[error("{0:?} became shorter while it was read")]
     Shrank(PathBuf),
     /// The archive is damaged, or holds what it must not.
     #[error("archive {what}{}", at(name))]
@@ -35,7 +36,6 @@ fn at(name: &[u8]) -> String {
     if name.is_empty() {
         return String::new();
     }
-    // A hostile name must not become a hostile message.
     format!(": {:?}", Path::new(OsStr::from_bytes(name)))
 }
 

@@ -24,6 +24,13 @@ const SMALL: usize = 64 << 10;
 /// Most bytes of a file of which the kernel does not tell the size, as in `/proc`.
 const MAX_UNSIZED: u64 = 16 << 20;
 
+/// Most bytes remembered of files with several names, of which the further names become links.
+/// Beyond them each name becomes a file of its own.
+const MAX_LINKS: usize = 64 << 20;
+
+/// Bytes that each of them takes besides its name, about.
+const PER_LINK: usize = 64;
+
 /// What to pack: found and open, nothing read yet.
 #[derive(Debug)]
 pub struct Source {
@@ -135,7 +142,7 @@ pub fn pack(source: Source, out: &mut dyn Write) -> Result<Summary, Error> {
         prefix: source.prefix,
         shown: source.shown,
         path: Vec::new(),
-        links: HashMap::new(),
+        links: Links::new(MAX_LINKS),
         summary: Summary::default(),
         buffer: vec![0; SMALL],
     };
@@ -158,10 +165,48 @@ struct Packer<'a> {
     shown: PathBuf,
     /// Where the walk is, below the prefix.
     path: Vec<Vec<u8>>,
-    /// The first name of each file that has several, by device and inode number.
-    links: HashMap<(u64, u64), Vec<u8>>,
+    links: Links,
     summary: Summary,
     buffer: Vec<u8>,
+}
+
+/// Files of which not all names were seen yet.
+struct Links {
+    /// The first name and how many are left, by device and inode number.
+    files: HashMap<(u64, u64), (Vec<u8>, u64)>,
+    /// Bytes that may still be remembered.
+    room: usize,
+}
+
+impl Links {
+    fn new(room: usize) -> Self {
+        Self {
+            files: HashMap::new(),
+            room,
+        }
+    }
+
+    /// The first name of a file, unless `name` is that.
+    /// `names` is how many it has, in whatever type the system counts them.
+    fn first(&mut self, inode: (u64, u64), names: impl Into<u64>, name: &[u8]) -> Option<Vec<u8>> {
+        let names = names.into();
+        if let Some((first, left)) = self.files.get_mut(&inode) {
+            *left = left.saturating_sub(1);
+            if *left > 0 {
+                return Some(first.clone());
+            }
+            let (first, _) = self.files.remove(&inode)?;
+            self.room = self.room.saturating_add(PER_LINK + first.len());
+            return Some(first);
+        }
+        if names > 1
+            && let Some(room) = self.room.checked_sub(PER_LINK + name.len())
+        {
+            self.room = room;
+            self.files.insert(inode, (name.to_vec(), names - 1));
+        }
+        None
+    }
 }
 
 impl Packer<'_> {
@@ -261,10 +306,10 @@ impl Packer<'_> {
         }
         let inode = (device(&stat), stat.st_ino);
         if stat.st_nlink > 1 {
-            if let Some(first) = self.links.get(&inode) {
-                return self.entry(Kind::Link(first.clone()), &stat, 0);
+            let name = self.name();
+            if let Some(first) = self.links.first(inode, stat.st_nlink, &name) {
+                return self.entry(Kind::Link(first), &stat, 0);
             }
-            self.links.insert(inode, self.name());
         }
         let mut file = File::from(fd);
         let mut buffer = std::mem::take(&mut self.buffer);
@@ -412,4 +457,30 @@ fn list(dir: BorrowedFd<'_>) -> Result<Vec<Vec<u8>>, Errno> {
     }
     names.sort_unstable();
     Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_forgotten_with_its_last_name() {
+        let mut links = Links::new(1000);
+        assert_eq!(links.first((1, 1), 3_u32, b"a"), None);
+        assert_eq!(links.first((1, 1), 3_u32, b"b"), Some(b"a".to_vec()));
+        assert_eq!(links.first((1, 1), 3_u32, b"c"), Some(b"a".to_vec()));
+        assert!(links.files.is_empty());
+        assert_eq!(links.room, 1000);
+    }
+
+    #[test]
+    fn files_with_many_names_take_bounded_memory() {
+        let mut links = Links::new(1000);
+        for inode in 0..100_000 {
+            assert_eq!(links.first((1, inode), 2_u32, b"name"), None);
+        }
+        assert!(links.files.len() <= 1000 / PER_LINK);
+        // Those that are remembered still are.
+        assert_eq!(links.first((1, 0), 2_u32, b"other"), Some(b"name".to_vec()));
+    }
 }

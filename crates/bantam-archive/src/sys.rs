@@ -2,6 +2,27 @@
 
 use std::os::fd::BorrowedFd;
 
+/// The usual umask, where the process's own cannot be had.
+const USUAL_UMASK: u32 = 0o022;
+
+/// The mode bits that the process does not want set. The system call that tells them sets them,
+/// too, for all threads, so they are read elsewhere.
+#[cfg(target_os = "linux")]
+pub(crate) fn umask() -> u32 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("Umask:"))
+        .and_then(|octal| u32::from_str_radix(octal.trim(), 8).ok())
+        .unwrap_or(USUAL_UMASK)
+}
+
+/// The mode bits that the process does not want set.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn umask() -> u32 {
+    USUAL_UMASK
+}
+
 /// Filesystems that the kernel makes up: what they hold belongs to the running system and is
 /// no one's files. From linux/magic.h.
 #[cfg(target_os = "linux")]

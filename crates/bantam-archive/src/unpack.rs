@@ -21,7 +21,7 @@ use crate::names::{check_text, components};
 use crate::reader::Reader;
 use crate::{Error, Summary, sys};
 
-/// Files and directories that are known to be of the archive; those after so many are not: no
+/// Things that are known to be of the archive; those after so many are not: no
 /// hard link may lead to them, and a directory that the archive comes back to is as any other.
 const MAX_REMEMBERED: usize = 1 << 20;
 
@@ -51,6 +51,9 @@ pub struct Unpack<'a> {
     /// Take over owners and the set-user-ID, set-group-ID and sticky bits. If not, files belong
     /// to the caller and have none.
     pub owners: bool,
+    /// Without `owners`, take the bits of the process's umask from the modes, as `cp` and `tar`
+    /// do: else whoever made the archive could make files that everyone on this system may write.
+    pub umask: bool,
     /// The directory's path, for messages.
     pub shown: &'a Path,
 }
@@ -79,6 +82,11 @@ pub fn unpack(
         links: Dirs::new(links),
         unfinished: Vec::new(),
         made: HashSet::new(),
+        bits: match (options.owners, options.umask) {
+            (true, _) => 0o7777,
+            (false, true) => 0o777 & !sys::umask(),
+            (false, false) => 0o777,
+        },
         summary: Summary::default(),
         buffer: vec![0; 64 << 10],
     };
@@ -98,8 +106,10 @@ struct Unpacker<'a> {
     /// Directories that were made, with their depth: they get their modes and times when
     /// nothing more comes into them.
     unfinished: Vec<(usize, Attributes)>,
-    /// Device and inode number of each file and directory that was made.
+    /// Device and inode number of everything that was made.
     made: HashSet<(u64, u64)>,
+    /// Mode bits that are taken over.
+    bits: u32,
     summary: Summary,
     buffer: Vec<u8>,
 }
@@ -335,7 +345,8 @@ impl Unpacker<'_> {
         self.replace(last, name, |parent| {
             symlinkat(OsStr::from_bytes(target), parent, last)?;
             set_unopened(parent, last, &attributes)
-        })
+        })?;
+        self.remember_unopened(last, name)
     }
 
     fn fifo(&mut self, last: &[u8], name: &[&[u8]], entry: &Entry) -> Result<(), Error> {
@@ -345,7 +356,18 @@ impl Unpacker<'_> {
             // The mode it gets is less the umask.
             sys::make_fifo(parent, last, attributes.mode)?;
             set_unopened(parent, last, &attributes)
-        })
+        })?;
+        self.remember_unopened(last, name)
+    }
+
+    /// Notes what was just made: GNU tar makes hard links to symbolic links and FIFOs, too.
+    fn remember_unopened(&mut self, last: &OsStr, name: &[&[u8]]) -> Result<(), Error> {
+        let made = self
+            .dirs
+            .current()
+            .and_then(|parent| statat(parent, last, AtFlags::SYMLINK_NOFOLLOW));
+        self.remember(&made.map_err(self.failed(name))?);
+        Ok(())
     }
 
     fn link(
@@ -408,9 +430,8 @@ impl Unpacker<'_> {
     }
 
     fn attributes(&self, entry: &Entry) -> Attributes {
-        let bits = if self.options.owners { 0o7777 } else { 0o777 };
         Attributes {
-            mode: Mode::from(entry.mode & bits),
+            mode: Mode::from(entry.mode & self.bits),
             owner: self
                 .options
                 .owners

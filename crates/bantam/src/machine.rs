@@ -301,6 +301,8 @@ impl Machine {
     /// unless a slash comes after it. The directories before the last component of `to` are the
     /// caller's own, and are followed.
     ///
+    /// Modes lose the bits of the process's umask, unless owners are kept.
+    ///
     /// # Errors
     /// [`Error::Archive`] for what cannot be made here or must not be, [`Error::File`] with the
     /// guest's reason. What was copied until then stays.

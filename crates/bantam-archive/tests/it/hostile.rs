@@ -128,6 +128,84 @@ fn links_that_were_there_are_not_followed_either() {
 }
 
 #[test]
+fn names_cannot_talk_to_a_terminal() {
+    let dir = tempfile::tempdir().unwrap();
+    let name = "a\x1b[31m\nb";
+    fs::create_dir(dir.path().join(name)).unwrap();
+    let archives = [
+        Archive::default().file(name, b"x").end(),
+        Archive::default().file(&format!("{name}/../x"), b"x").end(),
+    ];
+    for archive in archives {
+        let text = unpacked(&archive, dir.path()).unwrap_err().to_string();
+        assert!(text.contains(r"a\u{1b}[31m\nb"), "{text}");
+        assert!(!text.contains(char::is_control), "{text}");
+    }
+    let missing = bantam_archive::Source::open(Path::new("/none\x07"), false);
+    assert_eq!(
+        missing.unwrap_err().to_string(),
+        r#"cannot copy "/none\u{7}": No such file or directory (os error 2)"#
+    );
+}
+
+#[test]
+fn hard_links_to_links_and_fifos_of_the_archive_are_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let archive = Archive::default()
+        .symlink("link", "/etc/passwd")
+        .link("link2", "link")
+        .entry(EntryType::Fifo, b"fifo", b"", b"")
+        .link("fifo2", "fifo")
+        .end();
+    unpacked(&archive, dir.path()).unwrap();
+    for (name, other) in [("link", "link2"), ("fifo", "fifo2")] {
+        let inode = |name| dir.path().join(name).symlink_metadata().unwrap().ino();
+        assert_eq!(inode(name), inode(other), "{name}");
+    }
+    assert!(dir.path().join("link2").is_symlink());
+    // One that was there is not the archive's.
+    let archive = Archive::default().link("link3", "link").end();
+    assert!(unpacked(&archive, dir.path()).is_err());
+}
+
+#[test]
+fn no_mode_goes_beyond_the_umask() {
+    // In a process of its own, since a umask is all threads'.
+    if std::env::var_os("BANTAM_ARCHIVE_UMASK").is_none() {
+        let script = r#"umask 027; exec "$0" --exact hostile::no_mode_goes_beyond_the_umask"#;
+        let status = std::process::Command::new("/bin/sh")
+            .args(["-c", script])
+            .arg(std::env::current_exe().unwrap())
+            .env("BANTAM_ARCHIVE_UMASK", "1")
+            .status()
+            .unwrap();
+        assert!(status.success());
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let archive = Archive::default()
+        .file("implied/file", b"x")
+        .dir("implied")
+        .dir("dir")
+        .file("dir/file", b"x")
+        .entry(EntryType::Fifo, b"dir/fifo", b"", b"")
+        .end();
+    let options = Unpack {
+        umask: true,
+        ..below(dir.path())
+    };
+    // Twice: the second time the files are there.
+    for _ in 0..2 {
+        let fd = File::open(dir.path()).unwrap().into();
+        unpack(&mut &archive[..], fd, &options).unwrap();
+        for name in ["implied", "implied/file", "dir", "dir/file", "dir/fifo"] {
+            let metadata = dir.path().join(name).symlink_metadata().unwrap();
+            assert_eq!(metadata.mode() & 0o7777, 0o750, "{name}");
+        }
+    }
+}
+
+#[test]
 fn hard_links_lead_only_to_what_the_archive_brought() {
     let site = Site::new();
     for target in [
@@ -147,8 +225,10 @@ fn hard_links_lead_only_to_what_the_archive_brought() {
     }
     let archive = Archive::default()
         .symlink("s", "../outside/secret")
-        .link("stolen", "s");
-    site.refuses(&archive.end());
+        .link("s2", "s");
+    // Another name of the link, and not of what it leads to.
+    site.take(&archive.end()).unwrap();
+    assert!(site.dest().join("s2").is_symlink());
     let archive = Archive::default().dir("d").link("stolen", "d");
     site.refuses(&archive.end());
     let archive = Archive::default()

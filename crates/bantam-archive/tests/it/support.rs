@@ -32,6 +32,7 @@ pub(crate) fn below(dir: &Path) -> Unpack<'_> {
         place: Place::Below,
         must_be_directory: false,
         owners: false,
+        umask: false,
         shown: dir,
     }
 }

@@ -26,8 +26,9 @@ use crate::wire::{self, FrameSender};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CopyOptions {
     /// Keep numeric owners and the set-user-ID, set-group-ID and sticky bits. Without it files
-    /// belong to root in the machine and to the caller on the host, without those bits. On the
-    /// host it takes root to give files away; think twice before letting a machine make
+    /// belong to root in the machine and to the caller on the host, without those bits, and on the
+    /// host without those that the process's umask takes, so that a machine makes no file there
+    /// that others may write. On the host it takes root to give files away; think twice before letting a machine make
     /// set-user-ID files there.
     pub owners: bool,
     /// If the source is a symbolic link, copy what it leads to, under the link's name. Links
@@ -129,6 +130,7 @@ pub(crate) fn copy_out(
             .map_or(Place::Below, |name| Place::As(OsStr::from_bytes(name))),
         must_be_directory: target.must_be_directory,
         owners: options.owners,
+        umask: true,
         shown: &target.dir,
     };
     let made = match unpack(&mut archive, dir, &unpacking) {

@@ -427,8 +427,12 @@ fn devices_and_special_bits_of_a_guest_are_not_taken_over() {
     player.join().unwrap();
     assert_eq!((copied.entries, copied.skipped), (2, 2));
     assert_eq!(fs::read_dir(&to).unwrap().count(), 1);
+    // The guest's 07777, less the umask.
+    let usual = out.path().join("usual");
+    fs::create_dir(&usual).unwrap();
+    let usual = fs::metadata(usual).unwrap().mode() & 0o7777;
     for path in [to.join("setuid"), to] {
-        assert_eq!(fs::metadata(path).unwrap().mode() & 0o7000, 0);
+        assert_eq!(fs::metadata(path).unwrap().mode() & 0o7777, usual);
     }
 }
 
@@ -460,6 +464,7 @@ fn a_tree_goes_in_as_a_whole_and_the_request_says_what_it_is() {
                 place: Place::Below,
                 must_be_directory: false,
                 owners: false,
+                umask: false,
                 shown: &into,
             };
             let fd = fs::File::open(&into).unwrap().into();
