@@ -41,6 +41,7 @@ Examples:
   bantam run -I debian:12 -- bash -c 'uname -a'
   bantam run -it -I debian:12 -- bash
   bantam run -I ./image.tar -e NAME=value --timeout 30s -- python3 -c 'print(2**10)'
+  bantam run --allow-host pypi.org -I python:3.12 -- pip download attrs
   tar c . | bantam run -i -I alpine:3.20 -- tar t
   bantam create -n dev -I debian:12 && bantam start -n dev
   bantam exec -n dev -- bash -c 'echo kept > /root/note'

@@ -79,30 +79,38 @@ pub(crate) struct NameArg {
 }
 
 impl NameArg {
-    /// What was said, here or in the environment.
-    pub(crate) fn given(&self) -> Result<Option<MachineName>, Failure> {
-        let variable = |name: &str| std::env::var(name).ok().filter(|name| !name.is_empty());
-        self.name
-            .clone()
-            .or_else(|| variable("BANTAM_MACHINE_NAME"))
-            .or_else(|| variable("SMOLVM_MACHINE_NAME"))
-            .map(|name| MachineName::parse(&name).map_err(Failure::from))
-            .transpose()
-    }
-
     pub(crate) fn resolve(&self) -> Result<MachineName, Failure> {
-        match self.given()? {
+        match given_name(self.name.as_deref())? {
             Some(name) => Ok(name),
             None => Ok(MachineName::parse(MachineName::DEFAULT)?),
         }
     }
+}
 
-    /// For what is better not done to the wrong machine.
-    pub(crate) fn required(&self) -> Result<MachineName, Failure> {
-        self.given()?.ok_or_else(|| {
+/// Which machine, for what is better not done to the wrong one.
+#[derive(Debug, Args)]
+pub(crate) struct RequiredNameArg {
+    /// The machine; else $BANTAM_MACHINE_NAME
+    #[arg(short, long, value_name = "NAME")]
+    pub(crate) name: Option<String>,
+}
+
+impl RequiredNameArg {
+    pub(crate) fn resolve(&self) -> Result<MachineName, Failure> {
+        given_name(self.name.as_deref())?.ok_or_else(|| {
             Failure::Usage("which machine? Name it with --name or BANTAM_MACHINE_NAME".to_owned())
         })
     }
+}
+
+/// The machine that was named, on the command line or in the environment.
+pub(crate) fn given_name(name: Option<&str>) -> Result<Option<MachineName>, Failure> {
+    let variable = |name: &str| std::env::var(name).ok().filter(|name| !name.is_empty());
+    name.map(str::to_owned)
+        .or_else(|| variable("BANTAM_MACHINE_NAME"))
+        .or_else(|| variable("SMOLVM_MACHINE_NAME"))
+        .map(|name| MachineName::parse(&name).map_err(Failure::from))
+        .transpose()
 }
 
 /// How a command is run.
@@ -194,7 +202,7 @@ pub(crate) struct MachineArgs {
     #[arg(long, value_name = "WORDS", help_heading = "Machine")]
     pub(crate) kernel_args: Option<String>,
 
-    /// Ask the registry for an image that is not in the store, always (a tag may have moved), or
+    /// Ask the registry if the image is missing from the store, always (a tag may have moved), or
     /// never
     #[arg(
         long,
@@ -285,7 +293,7 @@ pub(crate) struct CreateArgs {
 #[derive(Debug, Args)]
 pub(crate) struct NamedArgs {
     #[command(flatten)]
-    pub(crate) name: NameArg,
+    pub(crate) name: RequiredNameArg,
 }
 
 #[derive(Debug, Args)]
@@ -309,7 +317,7 @@ pub(crate) struct StopArgs {
 #[derive(Debug, Args)]
 pub(crate) struct DeleteArgs {
     #[command(flatten)]
-    pub(crate) name: NameArg,
+    pub(crate) name: RequiredNameArg,
     /// Do not ask, and end the machine if it runs
     #[arg(short, long)]
     pub(crate) force: bool,
@@ -407,7 +415,7 @@ pub(crate) struct CpArgs {
 #[derive(Debug, Args)]
 pub(crate) struct UpdateArgs {
     #[command(flatten)]
-    pub(crate) name: NameArg,
+    pub(crate) name: RequiredNameArg,
     /// Number of vCPUs
     #[arg(long, value_name = "N")]
     pub(crate) cpus: Option<u8>,

@@ -59,7 +59,7 @@ pub(super) fn restart(global: &Global, args: &StopArgs) -> Outcome {
 
 pub(super) fn delete(global: &Global, args: &DeleteArgs) -> Outcome {
     let machines = global.machines()?;
-    let name = args.name.required()?;
+    let name = args.name.resolve()?;
     if !args.force && !args.cascade {
         // Of one that is damaged the question is the same.
         if let Err(error @ bantam::Error::NoSuchMachine { .. }) = machines.inspect(&name) {
@@ -97,7 +97,7 @@ fn confirmed(name: &MachineName) -> Result<bool, Failure> {
 pub(super) fn update(global: &Global, args: &UpdateArgs) -> Outcome {
     args.later.check()?;
     let machines = global.machines()?;
-    let name = args.name.required()?;
+    let name = args.name.resolve()?;
     let before = machines.inspect(&name)?;
     let changes = changes(args, &before)?;
     if changes.is_empty() {

@@ -148,7 +148,7 @@ pub(super) fn logs(global: &Global, args: &LogsArgs) -> Outcome {
 }
 
 pub(super) fn data_dir(global: &Global, args: &NamedArgs) -> Outcome {
-    let dir = global.machines()?.data_dir(&args.name.required()?)?;
+    let dir = global.machines()?.data_dir(&args.name.resolve()?)?;
     out(&format!("{}\n", dir.display()))?;
     Ok(0)
 }

@@ -40,8 +40,9 @@ pub(crate) struct NetworkArgs {
     /// Look up names without a dot in this domain (repeatable)
     #[arg(long, value_name = "DOMAIN", help_heading = HEADING)]
     pub(crate) dns_search: Vec<String>,
-    /// Lead a port of this host into the machine, from 127.0.0.1 unless said otherwise (repeatable)
-    #[arg(short, long, value_name = "[ADDRESS:]HOST:GUEST[/udp]", help_heading = HEADING)]
+    /// Lead a port of this host into the machine: [ADDRESS:]HOST:GUEST[/udp], from 127.0.0.1 unless
+    /// said otherwise (repeatable)
+    #[arg(short, long, value_name = "PORTS", help_heading = HEADING)]
     pub(crate) port: Vec<String>,
     /// Let published ports reach servers that listen on 127.0.0.1 in the machine
     #[arg(long, requires = "port", help_heading = HEADING)]
@@ -178,8 +179,8 @@ pub(crate) struct NetworkChangeArgs {
     /// Take a rule of --deny-cidr back (repeatable)
     #[arg(long, value_name = "CIDR[:PORTS]", help_heading = HEADING)]
     pub(crate) remove_deny_cidr: Vec<String>,
-    /// Do not publish a port any more (repeatable)
-    #[arg(long, value_name = "[ADDRESS:]HOST:GUEST[/udp]", help_heading = HEADING)]
+    /// Take a --port back (repeatable)
+    #[arg(long, value_name = "PORTS", help_heading = HEADING)]
     pub(crate) remove_port: Vec<String>,
 }
 
@@ -198,10 +199,16 @@ impl NetworkChangeArgs {
             &self.remove_deny_cidr,
             &self.remove_port,
         ];
-        if self.add.is_empty() && removes.iter().all(|rules| rules.is_empty()) {
+        let takes_back = removes.iter().any(|rules| !rules.is_empty());
+        if self.add.is_empty() && !takes_back {
             return Ok(None);
         }
         let Some(mut network) = present else {
+            if takes_back {
+                return Err(Failure::Usage(
+                    "the machine has no network to take anything back from".to_owned(),
+                ));
+            }
             return self.add.config().map(Some);
         };
         remove(&mut network.policy.allow_hosts, &self.remove_allow_host)?;
@@ -377,7 +384,9 @@ mod tests {
             remove_port: vec!["8080:80/udp".into()],
             ..NetworkChangeArgs::default()
         };
-        let error = unpublished.apply(Some(present)).unwrap_err();
-        assert_eq!(error.exit_code(), 2);
+        for present in [Some(present), None] {
+            let error = unpublished.apply(present).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+        }
     }
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use bantam::{Availability, EngineKind, Machine, MachineBuilder, MachineName, probe_engines};
 
-use super::args::{CreateArgs, MachineArgs, NameArg, RunArgs};
+use super::args::{CreateArgs, MachineArgs, NameArg, RunArgs, given_name};
 use super::command::{self, Context, Done};
 use super::result::{self, Around};
 use super::text;
@@ -104,10 +104,7 @@ fn run_detached(global: &Global, args: &RunArgs) -> Outcome {
 
 pub(super) fn create(global: &Global, args: Box<CreateArgs>) -> Outcome {
     args.later.check()?;
-    let given = NameArg {
-        name: args.name.clone(),
-    };
-    let name = match given.given()? {
+    let name = match given_name(args.name.as_deref())? {
         Some(name) => name,
         None => MachineName::generate()?,
     };
