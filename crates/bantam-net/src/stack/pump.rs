@@ -372,6 +372,13 @@ pub(super) fn is_reset(packet: &[u8]) -> bool {
     tcp_of(packet).is_some_and(|(_, _, tcp)| tcp.rst())
 }
 
+/// Whether a packet acknowledges and does nothing else.
+pub(super) fn is_bare_ack(packet: &[u8]) -> bool {
+    tcp_of(packet).is_some_and(|(_, _, tcp)| {
+        tcp.ack() && !tcp.syn() && !tcp.fin() && !tcp.rst() && tcp.payload().is_empty()
+    })
+}
+
 /// Notes how much data the guest takes in one segment, which its SYN says. When the guest cuts long
 /// segments itself, gives the SYN with the largest size instead, so that smoltcp makes them long.
 pub(super) fn rewrite_mss(packet: &[u8], output: &Output, mss: &mut u16) -> Option<Vec<u8>> {

@@ -62,6 +62,8 @@ pub(super) struct Flow {
     sockets: SocketSet<'static>,
     handle: SocketHandle,
     mss: u16,
+    /// The guest's newest acknowledgement without data, for [`Tcp::retransmit`].
+    last_ack: Vec<u8>,
     /// Something happened: it is in `Tcp::ready`.
     queued: bool,
     timer: Option<Instant>,
@@ -215,6 +217,7 @@ impl Tcp {
             sockets,
             handle,
             mss: 536,
+            last_ack: Vec::new(),
             queued: false,
             timer: None,
             last_active: now,
@@ -240,6 +243,10 @@ impl Tcp {
         flow.last_active = now;
         let rewritten = pump::rewrite_mss(packet, output, &mut flow.mss);
         let packet = rewritten.as_deref().unwrap_or(packet);
+        flow.last_ack.clear();
+        if pump::is_bare_ack(packet) {
+            flow.last_ack.extend(packet);
+        }
         let mut wire = Wire::new(Some(packet), output, flow.mss);
         self.interface
             .poll_ingress_single(at, &mut wire, &mut flow.sockets);
@@ -424,6 +431,7 @@ impl Tcp {
             return;
         };
         let Some(due) = self.interface.poll_at(at, &flow.sockets) else {
+            self.retransmit(output, id, at);
             return;
         };
         let due = if due <= at {
@@ -438,6 +446,28 @@ impl Tcp {
         } else {
             self.set_timer(id, due);
         }
+    }
+
+    /// Has smoltcp send again what the guest lacks, if it waits for an acknowledgement without a
+    /// timer: it gives its timer up for that of a closed window, and when the window opens again
+    /// nothing is left to tell it that bytes sent before were lost. Three acknowledgements of the
+    /// same are (RFC 5681 §3.2).
+    fn retransmit(&mut self, output: &mut Output, id: usize, at: WireInstant) {
+        let Some(flow) = self.flows.get_mut(id) else {
+            return;
+        };
+        let unacknowledged = flow.sockets.get::<Socket<'_>>(flow.handle).send_queue() > 0;
+        if !unacknowledged || flow.last_ack.is_empty() {
+            return;
+        }
+        // Once for each that the guest sends.
+        let ack = std::mem::take(&mut flow.last_ack);
+        for _ in 0..3 {
+            let mut wire = Wire::new(Some(&ack), output, flow.mss);
+            self.interface
+                .poll_ingress_single(at, &mut wire, &mut flow.sockets);
+        }
+        self.queue(id);
     }
 
     /// Looks whether the host's connection stands.
