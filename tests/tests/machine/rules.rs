@@ -154,7 +154,7 @@ tests_with_home! {
         ]);
         for line in [
             "Updated machine 'a':", "  cpus: 1 → 2", "  memory: 256 MiB → 512 MiB",
-            "  storage: 3 GiB → 4 GiB", "  env: K=V", "  workdir: /srv",
+            "  storage: 3 GiB → 4 GiB", "  env: K", "  workdir: /srv",
         ] {
             assert!(text.lines().any(|l| l == line), "{line}: {text}");
         }
