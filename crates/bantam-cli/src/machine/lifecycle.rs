@@ -136,6 +136,7 @@ fn changes(args: &UpdateArgs, before: &MachineInfo) -> Result<Changes, Failure> 
         labels: args.label.iter().cloned().collect(),
         remove_labels: args.remove_label.clone(),
         network: args.network.apply(before.network.clone())?,
+        network_was: Some(before.network.clone()),
     })
 }
 

@@ -29,13 +29,30 @@ pub struct Changes {
     /// Another network, or none. If nothing but the policy of a network changes, and nothing else,
     /// that is done while the machine runs.
     pub network: Option<Option<NetworkConfig>>,
+    /// What the network must be for that change to be made: somebody else may have changed it
+    /// since this one was worked out.
+    pub network_was: Option<Option<NetworkConfig>>,
 }
 
 impl Changes {
     /// Whether there is nothing to change.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        *self == Self::default()
+        let changes = Self {
+            network_was: None,
+            ..self.clone()
+        };
+        changes == Self::default()
+    }
+
+    /// Refuses a change of a network that is another by now.
+    pub(super) fn check_network(&self, present: Option<&NetworkConfig>) -> Result<(), Error> {
+        match &self.network_was {
+            Some(was) if was.as_ref() != present => Err(Error::BadChange(
+                "somebody else changed its network at the same time; try again".to_owned(),
+            )),
+            _ => Ok(()),
+        }
     }
 
     /// The network whose policy is all that changes in a machine of this description.
@@ -79,6 +96,7 @@ impl Changes {
             .retain(|key, _| !self.remove_labels.contains(key));
         spec.labels.extend(self.labels.clone());
         if let Some(network) = &self.network {
+            self.check_network(spec.network.as_ref())?;
             spec.network.clone_from(network);
         }
         Ok(())
@@ -106,6 +124,18 @@ mod tests {
         assert_eq!((spec.cpus, spec.memory_mib), (before, 1024));
         assert_eq!(spec.defaults.env, [("A".to_owned(), "3".to_owned())]);
         assert!(spec.labels.is_empty());
+    }
+
+    #[test]
+    fn a_network_that_somebody_else_changed_is_not_changed_back() {
+        let mut spec = Spec::default();
+        let change = Changes {
+            network: Some(Some(NetworkConfig::public())),
+            network_was: Some(None),
+            ..Changes::default()
+        };
+        change.apply(&mut spec).unwrap();
+        assert!(matches!(change.apply(&mut spec), Err(Error::BadChange(_))));
     }
 
     #[test]

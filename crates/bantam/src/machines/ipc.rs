@@ -43,7 +43,9 @@ pub(crate) enum Request {
     /// Put another policy in force for its network, and into its record.
     SetPolicy {
         /// Only the policy of it is used.
-        network: NetworkConfig,
+        network: Box<NetworkConfig>,
+        /// What it must be until then, if that matters.
+        was: Option<Box<NetworkConfig>>,
     },
     /// What its network refused.
     EgressEvents,

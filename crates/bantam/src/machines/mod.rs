@@ -267,7 +267,7 @@ impl Machines {
         match dir.lock(runs)? {
             Locked::Instead(error) => {
                 let network = changes.policy_only(&dir.record()?.spec).ok_or(error)?;
-                self.set_policy(&dir, network)?;
+                self.set_policy(&dir, network, changes.network_was.clone().flatten())?;
                 self.inspect(name)
             }
             Locked::Mine(_lock) => {
@@ -280,9 +280,15 @@ impl Machines {
         }
     }
 
-    fn set_policy(&self, dir: &MachineDir, network: &NetworkConfig) -> Result<(), Error> {
+    fn set_policy(
+        &self,
+        dir: &MachineDir,
+        network: &NetworkConfig,
+        was: Option<NetworkConfig>,
+    ) -> Result<(), Error> {
         let request = Request::SetPolicy {
-            network: network.clone(),
+            network: Box::new(network.clone()),
+            was: was.map(Box::new),
         };
         match attached::ask(dir, &request, attached::ANSWER_LIMIT)? {
             // It ended meanwhile.

@@ -62,6 +62,7 @@ pub(super) fn start(
         None => find_program()?,
     };
     let (ours, theirs) = UnixStream::pair().map_err(Error::io("cannot make a socket pair"))?;
+    let since = super::now();
     let mut child = spawn(&program, dir, theirs).map_err(|source| Error::State {
         what: "start",
         path: program,
@@ -85,7 +86,7 @@ pub(super) fn start(
             Err(match other {
                 Ok((Reply::Failed(error), _)) => error.into(),
                 Ok(_) => super::attached::strange(),
-                Err(error) => gone(dir, child.id(), &error),
+                Err(error) => gone(dir, child.id(), since, &error),
             })
         }
     }
@@ -105,13 +106,18 @@ fn end(child: &mut Child) {
 }
 
 /// The process ended without an answer: what it wrote last is all there is.
-fn gone(dir: &MachineDir, pid: u32, error: &io::Error) -> Error {
+fn gone(dir: &MachineDir, pid: u32, since: u64, error: &io::Error) -> Error {
     let reason = match dir.last_run() {
         Ok(Some(LastRun {
             pid: of,
             end: Some(end),
             ..
         })) if of == pid => end.reason,
+        // Others were quicker: they ended it, and have removed it or started it again since.
+        Ok(None) if !dir.path().exists() => return dir.not_found(),
+        Ok(Some(run)) if run.pid != pid && run.started_at >= since => {
+            "it was stopped while it was being started".to_owned()
+        }
         _ if matches!(
             error.kind(),
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use bantam_image::Store;
 use bantam_vmm::{ExitCause, Timeline};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::dir::{MachineDir, MachineLock};
 use super::ipc::{self, RemoteError, Reply, Request, RunningStatus, StartRequest};
@@ -87,6 +88,7 @@ impl VmmProcess {
     pub fn receive() -> Result<Self, Error> {
         // Fails only for the leader of a process group, which has no terminal to leave.
         let _ = rustix::process::setsid();
+        raise_descriptor_limit();
         let failed = Error::io("this is run by bantam itself, to start a machine");
         let received = io::stdin()
             .as_fd()
@@ -237,6 +239,18 @@ impl VmmProcess {
     }
 }
 
+/// Every connection of the guest's takes a descriptor, and the usual limit is for programs that
+/// cannot handle many.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    // With the lower limit fewer connections are possible.
+    let _ = setrlimit(Resource::Nofile, raised);
+}
+
 /// Answers requests, each on a thread of its own, until the process ends.
 fn accept(listener: UnixListener, serving: &Arc<Serving>) -> Result<(), Error> {
     let serving = Arc::clone(serving);
@@ -305,10 +319,12 @@ impl Serving {
                 };
                 self.ended_reply(Ok(cause))
             }
-            Request::SetPolicy { network } => match self.set_policy(network) {
-                Ok(()) => Reply::PolicySet,
-                Err(error) => Reply::Failed(RemoteError::new(&error)),
-            },
+            Request::SetPolicy { network, was } => {
+                match self.set_policy(*network, was.as_deref()) {
+                    Ok(()) => Reply::PolicySet,
+                    Err(error) => Reply::Failed(RemoteError::new(&error)),
+                }
+            }
             Request::EgressEvents => {
                 let network = self.local.get().and_then(|local| local.network());
                 let events = network.map_or_else(Vec::new, |network| network.events(0));
@@ -338,7 +354,7 @@ impl Serving {
 
     /// This process has the machine's lock, so that it alone can write the record; its threads
     /// take turns.
-    fn set_policy(&self, network: NetworkConfig) -> Result<(), Error> {
+    fn set_policy(&self, network: NetworkConfig, was: Option<&NetworkConfig>) -> Result<(), Error> {
         let _turn = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         let running = self.local.get().and_then(|local| local.network());
         let mut record = self.dir.record()?;
@@ -347,6 +363,11 @@ impl Serving {
                 "it runs without a network card; stop it first".to_owned(),
             ));
         };
+        if was.is_some_and(|was| *was != *recorded) {
+            return Err(Error::BadChange(
+                "somebody else changed its network at the same time; try again".to_owned(),
+            ));
+        }
         recorded.policy = network.policy.clone();
         self.dir.write_record(&record)?;
         running.update(network.policy);
