@@ -183,6 +183,27 @@ fn the_hosts_services_are_reached_when_granted() {
     assert!(begun.elapsed() < Duration::from_secs(10), "refused at once");
 }
 
+/// The guest's window closes again and again, and packets get lost when it opens.
+#[test]
+fn a_long_download_arrives_however_it_is_read() {
+    const LEN: usize = 48 << 20;
+    let Some(setup) = setup("a_long_download_arrives_however_it_is_read") else {
+        return;
+    };
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            // A client that went away is the test's failure, and told there.
+            let _ = stream.unwrap().write_all(&vec![1; LEN]);
+        }
+    });
+    let machine = start(&setup, NetworkConfig::public().allow_host_loopback());
+    // The guest ends its half at once.
+    let script = format!("nc 10.231.118.1 {port} </dev/null | (sleep 1; wc -c)");
+    assert_eq!(succeed(&machine, &script), format!("{LEN}\n"));
+}
+
 #[test]
 fn what_is_not_granted_is_refused_at_once_and_noted() {
     let Some(setup) = setup("what_is_not_granted_is_refused_at_once_and_noted") else {
