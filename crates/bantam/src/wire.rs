@@ -509,6 +509,17 @@ mod tests {
     }
 
     #[test]
+    fn a_signal_does_not_wait_for_ever_for_who_writes() {
+        let (_guest, host) = UnixStream::pair().unwrap();
+        let sender = FrameSender::new(host, 0);
+        let turn = sender.turns.take(None).unwrap();
+        let signal = || sender.send_within(&HostExec::Signal(15), Duration::from_millis(20));
+        assert_eq!(signal().unwrap_err().kind(), io::ErrorKind::TimedOut);
+        drop(turn);
+        signal().unwrap();
+    }
+
+    #[test]
     fn killing_hangs_up_on_a_guest_that_takes_nothing() {
         let (sender, mut guest, feeder) = stuck();
         sender.kill_within(Duration::from_millis(20)).unwrap();
