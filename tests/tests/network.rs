@@ -44,7 +44,7 @@ fn succeed(machine: &Machine, script: &str) -> String {
 }
 
 fn file() -> Vec<u8> {
-    (0..FILE).map(|i| (i ^ (i >> 7)) as u8).collect()
+    (0..FILE).map(|i| (i ^ (i >> 7)).to_le_bytes()[0]).collect()
 }
 
 /// Answers each request with [`file`], or, to a POST, with how long its body was.
