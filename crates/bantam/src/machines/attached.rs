@@ -98,7 +98,8 @@ fn try_ask(dir: &MachineDir, request: &Request, limit: Duration) -> Result<Asked
     }
 }
 
-/// Asks the process that has the machine in `dir`; `None` if there is none, or none any more.
+/// Asks the process that has the machine in `dir`; `None` if there is none, or none any more. That
+/// it cannot do what it is asked is [`Error::Remote`].
 pub(super) fn ask(
     dir: &MachineDir,
     request: &Request,
@@ -106,7 +107,10 @@ pub(super) fn ask(
 ) -> Result<Option<Answer>, Error> {
     match try_ask(dir, request, limit)? {
         Asked::Nobody | Asked::HungUp => Ok(None),
-        Asked::Answered(answer) => Ok(Some(answer)),
+        Asked::Answered(answer) => match answer.reply {
+            Reply::Failed(error) => Err(error.into()),
+            _ => Ok(Some(answer)),
+        },
     }
 }
 
@@ -180,13 +184,12 @@ impl Host for Attached {
         }
         let answer = match ask(&self.dir, &Request::Connect, ANSWER_LIMIT) {
             Ok(Some(answer)) => answer,
-            Ok(None) => return Err(io::ErrorKind::BrokenPipe.into()),
+            // There is no guest, or it is at its end.
+            Ok(None) | Err(Error::Remote { .. }) => return Err(io::ErrorKind::BrokenPipe.into()),
             Err(error) => return Err(io::Error::other(error)),
         };
         match (answer.reply, answer.stream) {
             (Reply::Connected, Some(stream)) => Ok(stream),
-            // Its guest is at its end.
-            (Reply::Failed(_), _) => Err(io::ErrorKind::BrokenPipe.into()),
             _ => Err(io::Error::other(strange())),
         }
     }

@@ -48,9 +48,7 @@ impl Changes {
     /// Refuses a change of a network that is another by now.
     pub(super) fn check_network(&self, present: Option<&NetworkConfig>) -> Result<(), Error> {
         match &self.network_was {
-            Some(was) if was.as_ref() != present => Err(Error::BadChange(
-                "somebody else changed its network at the same time; try again".to_owned(),
-            )),
+            Some(was) if was.as_ref() != present => Err(changed_meanwhile()),
             _ => Ok(()),
         }
     }
@@ -101,6 +99,11 @@ impl Changes {
         }
         Ok(())
     }
+}
+
+/// The refusal of a change that somebody else's change has overtaken.
+pub(super) fn changed_meanwhile() -> Error {
+    Error::BadChange("somebody else changed its network at the same time; try again".to_owned())
 }
 
 #[cfg(test)]

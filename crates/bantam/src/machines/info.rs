@@ -149,11 +149,11 @@ fn look(dir: &MachineDir) -> Result<Seen, Error> {
                 return match reply {
                     Reply::Running(status) => Ok(Seen::Running(status)),
                     Reply::Starting => Ok(Seen::Starting),
-                    Reply::Failed(error) => Err(error.into()),
                     _ => Err(attached::strange()),
                 };
             }
             Ok(None) => {}
+            Err(error @ Error::Remote { .. }) => return Err(error),
             Err(error) => {
                 let pid = dir.last_run().ok().flatten().map(|run| run.pid);
                 return Ok(Seen::Unreachable(error.to_string(), pid));

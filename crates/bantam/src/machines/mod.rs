@@ -179,9 +179,15 @@ impl Machines {
     pub fn connect(&self, name: &MachineName) -> Result<Machine, Error> {
         let dir = self.dir(name);
         let timeline = Timeline::start();
-        match running(&dir)? {
-            Some(running) => self.attach(&dir, running, timeline),
-            None => Err(self.not_running(name)?),
+        let running = self.running(&dir)?;
+        self.attach(&dir, running, timeline)
+    }
+
+    /// How the machine in `dir` runs, which it must.
+    fn running(&self, dir: &MachineDir) -> Result<RunningStatus, Error> {
+        match running(dir)? {
+            Some(running) => Ok(running),
+            None => Err(self.not_running(dir.name())?),
         }
     }
 
@@ -297,7 +303,6 @@ impl Machines {
             }),
             Some(answer) => match answer.reply {
                 Reply::PolicySet => Ok(()),
-                Reply::Failed(error) => Err(error.into()),
                 _ => Err(attached::strange()),
             },
         }
@@ -313,7 +318,6 @@ impl Machines {
             None => Err(self.not_running(name)?),
             Some(answer) => match answer.reply {
                 Reply::EgressEvents { events } => Ok(events),
-                Reply::Failed(error) => Err(error.into()),
                 _ => Err(attached::strange()),
             },
         }
@@ -369,11 +373,10 @@ impl Machines {
     /// As [`Machines::connect`] and [`Machine::stats`].
     pub fn stats(&self, name: &MachineName) -> Result<MachineStats, Error> {
         let dir = self.dir(name);
-        let guest = self.connect(name)?.stats()?;
-        let Some(running) = running(&dir)? else {
-            return Err(self.not_running(name)?);
-        };
-        Ok(stats::of_process(running.pid, &dir.disk(), guest))
+        let running = self.running(&dir)?;
+        let pid = running.pid;
+        let guest = self.attach(&dir, running, Timeline::start())?.stats()?;
+        Ok(stats::of_process(pid, &dir.disk(), guest))
     }
 
     /// The directory of a machine.
@@ -437,7 +440,6 @@ fn running(dir: &MachineDir) -> Result<Option<RunningStatus>, Error> {
         Some(Answer { reply, .. }) => match reply {
             Reply::Running(status) => Ok(Some(status)),
             Reply::Starting => Ok(None),
-            Reply::Failed(error) => Err(error.into()),
             _ => Err(attached::strange()),
         },
     }

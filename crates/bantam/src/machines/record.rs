@@ -72,6 +72,18 @@ pub(crate) struct End {
     pub(crate) console: Vec<String>,
 }
 
+impl End {
+    /// An end at this moment.
+    pub(crate) fn now(kind: EndKind, reason: String, console: Vec<String>) -> Self {
+        Self {
+            at: super::now(),
+            kind,
+            reason,
+            console,
+        }
+    }
+}
+
 /// What sort of end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -14,6 +14,7 @@ use bantam_image::Store;
 use bantam_vmm::{ExitCause, Timeline};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use super::changes::changed_meanwhile;
 use super::dir::{MachineDir, MachineLock};
 use super::ipc::{self, RemoteError, Reply, Request, RunningStatus, StartRequest};
 use super::record::{End, EndKind, LastRun, Record, WorkloadEnd};
@@ -364,9 +365,7 @@ impl Serving {
             ));
         };
         if was.is_some_and(|was| *was != *recorded) {
-            return Err(Error::BadChange(
-                "somebody else changed its network at the same time; try again".to_owned(),
-            ));
+            return Err(changed_meanwhile());
         }
         recorded.policy = network.policy.clone();
         self.dir.write_record(&record)?;
@@ -390,12 +389,7 @@ impl Serving {
     /// Ends a process that has no machine yet.
     fn give_up(&self, reason: &str) -> ! {
         let mut run = self.lock_run();
-        run.end = Some(End {
-            at: super::now(),
-            kind: EndKind::Stopped,
-            reason: reason.to_owned(),
-            console: Vec::new(),
-        });
+        run.end = Some(End::now(EndKind::Stopped, reason.to_owned(), Vec::new()));
         // If it cannot be written down, the machine shows as killed, which is as true.
         let _ = self.dir.write_last_run(&run);
         self.dir.unlisten();
@@ -487,24 +481,18 @@ impl Serving {
 
     fn ended(&self, cause: ExitCause, console: Vec<String>) {
         let (kind, reason) = self.describe(cause);
-        self.lock_run().end = Some(End {
-            at: super::now(),
-            kind,
-            reason,
-            console: match kind {
-                EndKind::Stopped => Vec::new(),
-                EndKind::Shutdown | EndKind::Failed => console,
-            },
-        });
+        let console = match kind {
+            EndKind::Stopped => Vec::new(),
+            EndKind::Shutdown | EndKind::Failed => console,
+        };
+        self.lock_run().end = Some(End::now(kind, reason, console));
     }
 
     fn failed(&self, error: &Error) {
-        self.lock_run().end = Some(End {
-            at: super::now(),
-            kind: EndKind::Failed,
-            reason: RemoteError::new(error).message,
-            console: error.console().to_vec(),
-        });
+        let RemoteError {
+            message, console, ..
+        } = RemoteError::new(error);
+        self.lock_run().end = Some(End::now(EndKind::Failed, message, console));
     }
 
     fn lock_run(&self) -> MutexGuard<'_, LastRun> {
