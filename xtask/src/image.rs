@@ -20,37 +20,70 @@ pub(crate) enum Which {
     Debian,
     /// busybox and bash, static: what the tests run (about 4 MB)
     Tiny,
+    /// Debian 12 with curl, git, dig, ping, iperf3 and pip: what the tests of the network run
+    /// (about 300 MB)
+    Network,
 }
 
 /// Makes the image unless the cache has it; returns the archive's path.
 pub(crate) fn make(which: Which, progress: &Progress) -> Result<PathBuf> {
     match which {
-        Which::Debian => debian(progress),
+        Which::Debian => debian(&DEMO, progress),
         Which::Tiny => tiny(progress),
+        Which::Network => debian(&NETWORK, progress),
     }
 }
 
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Debian's release, mirror and packages of the demo's image.
+/// An image of Debian's packages.
+struct Debian {
+    /// Its directory in the cache.
+    dir: &'static str,
+    /// Its file there. What is there is kept, so other packages need another name.
+    file: &'static str,
+    reference: &'static str,
+    what: &'static str,
+    packages: &'static str,
+}
+
+const DEMO: Debian = Debian {
+    dir: "demo",
+    file: "debian-12-python.tar",
+    reference: "debian-python:12",
+    what: "Debian 12 with Python",
+    packages: "python3",
+};
+
+const NETWORK: Debian = Debian {
+    dir: "test-images",
+    file: "network-1.tar",
+    reference: "network:1",
+    what: "Debian 12 with network clients",
+    packages: "bind9-dnsutils,ca-certificates,curl,git,iperf3,iproute2,iputils-ping,\
+               netcat-openbsd,openssl,python3-pip",
+};
+
+/// Debian's release and mirror.
 const DEBIAN_SUITE: &str = "bookworm";
 const DEBIAN_MIRROR: &str = "http://deb.debian.org/debian";
 
-fn debian(progress: &Progress) -> Result<PathBuf> {
-    let dir = host::cache_dir()?.join("demo");
-    let image = dir.join("debian-12-python.tar");
-    if image.is_file() {
-        return Ok(image);
+fn debian(image: &Debian, progress: &Progress) -> Result<PathBuf> {
+    let dir = host::cache_dir()?.join(image.dir);
+    let archive = dir.join(image.file);
+    if archive.is_file() {
+        return Ok(archive);
     }
     host::create_dir(&dir)?;
     let start = std::time::Instant::now();
-    progress.update("image", "mmdebstrap (Debian 12 with Python)".to_owned());
+    progress.update("image", format!("mmdebstrap ({})", image.what));
     let rootfs = host::partial_path(&dir.join("rootfs.tar"));
     let mut mmdebstrap = Command::new("mmdebstrap");
     mmdebstrap
         // Times in the archive; any fixed moment will do.
         .env("SOURCE_DATE_EPOCH", "1700000000")
-        .args(["--format=tar", "--variant=minbase", "--include=python3"])
+        .args(["--format=tar", "--variant=minbase"])
+        .arg(format!("--include={}", image.packages))
         // What a container image leaves out.
         .arg("--dpkgopt=path-exclude=/usr/share/doc/*")
         .arg("--dpkgopt=path-exclude=/usr/share/man/*")
@@ -60,16 +93,16 @@ fn debian(progress: &Progress) -> Result<PathBuf> {
         .arg(DEBIAN_MIRROR);
     let made = host::run_quiet(&mut mmdebstrap).and_then(|()| {
         let config = Config {
-            reference: "debian-python:12",
+            reference: image.reference,
             cmd: &["bash"],
             env: &[PATH],
         };
-        oci::write_archive(&rootfs, &config, &image)
+        oci::write_archive(&rootfs, &config, &archive)
     });
     let _ = fs::remove_file(&rootfs);
     made?;
     progress.finish("image", &format!("made in {}", clock(start.elapsed())));
-    Ok(image)
+    Ok(archive)
 }
 
 fn tiny(progress: &Progress) -> Result<PathBuf> {

@@ -237,6 +237,7 @@ impl Runner<'_> {
     fn fixtures(&self, engine: &str) -> Result<BTreeMap<&'static str, PathBuf>> {
         let guest = guest::build(Options::default(), &self.progress)?;
         let image = image::make(Which::Tiny, &self.progress)?;
+        let network = image::make(Which::Network, &self.progress)?;
         host::run_quiet(host::cargo().args(["build", "--package", "bantam-cli"]))?;
         // Shared with the rig, which reads the images the first suite made.
         let home = host::target_dir().join("e2e");
@@ -248,6 +249,7 @@ impl Runner<'_> {
                 host::target_dir().join("debug/bantam"),
             ),
             ("BANTAM_E2E_IMAGE", image),
+            ("BANTAM_E2E_NETWORK_IMAGE", network),
             ("BANTAM_GUEST_DIR", guest),
             ("BANTAM_HOME", home),
         ]))
