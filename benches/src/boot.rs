@@ -7,7 +7,7 @@ use std::process::Command;
 
 use crate::counts::Symbols;
 use crate::program::{self, Bench};
-use crate::report::{Measurement, Profile, Report};
+use crate::report::{Profile, Report};
 use crate::{Error, Progress};
 
 const PLUGIN: &str = include_str!("../plugin/bootcount.c");
@@ -49,8 +49,7 @@ pub(crate) fn instructions(
         .collect();
     let without_waits = format!("{name}, without waits");
     for (name, values) in [(name, totals), (without_waits, worked)] {
-        let result = Measurement::new(name, engine, "instructions", values);
-        report.results.extend(result);
+        report.add(name, engine, "instructions", values);
     }
     // The profile of the median run, as one example that really happened.
     profiles.sort_by_key(|profile| profile.total);

@@ -7,10 +7,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 use crate::program::{find, succeed};
-use crate::report::{Measurement, Report, milliseconds};
+use crate::report::{Report, milliseconds};
 use crate::{Error, Progress};
 
-const US: &str = "bantam";
+const PULL: &str = "pull to a root file system";
+/// Pulling needs no machine.
+const ANY: &str = "any";
 const THEM: &str = "skopeo, umoci";
 
 /// Times and peak memory of one command.
@@ -90,25 +92,24 @@ pub(crate) fn pull(
         remove(&layout)?;
         remove(&rootfs)?;
     }
-    let ratios = ours.iter().zip(&theirs).map(|(a, b)| a.ms / b.ms).collect();
-    for (what, engine, costs) in [
-        ("pull and make bootable", US, ours),
-        ("pull and unpack", THEM, theirs),
-        ("pull of what is stored", US, again),
+    for (peer, what, costs) in [
+        (None, PULL, ours),
+        (Some(THEM), PULL, theirs),
+        (None, "pull of what is stored", again),
     ] {
         let (ms, mib) = costs.into_iter().map(|c| (c.ms, c.mib)).unzip();
-        report
-            .results
-            .extend(Measurement::new(what, engine, "ms", ms));
         let peak = format!("{what}: peak resident memory");
-        report
-            .results
-            .extend(Measurement::new(peak, engine, "MiB", mib));
+        match peer {
+            None => {
+                report.add(what, ANY, "ms", ms);
+                report.add(peak, ANY, "MiB", mib);
+            }
+            Some(peer) => {
+                report.add_peer(peer, what, ANY, "ms", ms);
+                report.add_peer(peer, peak, ANY, "MiB", mib);
+            }
+        }
     }
-    let ratio = "pull: our time by theirs";
-    report
-        .results
-        .extend(Measurement::new(ratio, US, "ratio", ratios));
     Ok(())
 }
 

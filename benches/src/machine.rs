@@ -8,7 +8,7 @@ use bantam::{EngineChoice, Machine, Phase};
 use crate::exits::ExitLog;
 use crate::memory::{self, Usage};
 use crate::program::{Bench, MEMORY_MIB};
-use crate::report::{Measurement, Report, milliseconds};
+use crate::report::{Report, milliseconds};
 use crate::{Error, Progress};
 
 /// How often the short command is run in one machine.
@@ -49,19 +49,9 @@ pub(crate) fn exec(bench: &Bench, report: &mut Report, progress: Progress) -> Re
         times.push(milliseconds(start.elapsed()));
     }
     let engine = bench.engine.name();
-    report.results.extend(Measurement::new(
-        "exec `true` round trip",
-        engine,
-        "ms",
-        times,
-    ));
+    report.add("exec `true` round trip", engine, "ms", times);
     let hello = hello.map(milliseconds).into_iter().collect();
-    report.results.extend(Measurement::new(
-        "start call to agent hello",
-        engine,
-        "ms",
-        hello,
-    ));
+    report.add("start call to agent hello", engine, "ms", hello);
     Ok(())
 }
 
@@ -95,8 +85,7 @@ pub(crate) fn resident(
         ("resident: QEMU, without guest memory", engine_process),
         ("resident: guest memory touched", guest),
     ] {
-        let result = Measurement::new(name, engine, "MiB", values);
-        report.results.extend(result);
+        report.add(name, engine, "MiB", values);
     }
     Ok(())
 }
@@ -130,12 +119,12 @@ pub(crate) fn exits(
         }
     }
     for (kind, values) in kinds {
-        report.results.extend(Measurement::new(
+        report.add(
             format!("VM exits: {kind}"),
             bench.engine.name(),
             "exits",
             values,
-        ));
+        );
     }
     Ok(())
 }
@@ -173,18 +162,13 @@ pub(crate) fn stream(bench: &Bench, report: &mut Report, progress: Progress) -> 
     let engine = bench.engine.name();
     let rate = finished.stdout_bytes as f64 / 1e6 / seconds;
     let growth = sink.most_kib.saturating_sub(sink.before_kib);
-    report.results.extend(Measurement::new(
-        "stream from a command",
-        engine,
-        "MB/s",
-        vec![rate],
-    ));
-    report.results.extend(Measurement::new(
+    report.add("stream from a command", engine, "MB/s", vec![rate]);
+    report.add(
         "memory growth while streaming",
         engine,
         "KiB",
         vec![growth as f64],
-    ));
+    );
     Ok(())
 }
 

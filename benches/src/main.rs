@@ -23,7 +23,7 @@ use clap::{Parser, ValueEnum};
 
 use crate::exits::ExitLog;
 use crate::program::Bench;
-use crate::report::{Report, Skipped};
+use crate::report::Report;
 
 #[derive(Parser)]
 struct Args {
@@ -33,9 +33,9 @@ struct Args {
     /// Only say, by the exit status, whether the engine works here
     #[arg(long)]
     check: bool,
-    /// Only measurements whose name contains this
-    #[arg(long, default_value = "")]
-    filter: String,
+    /// Only measurements whose name contains this (repeatable)
+    #[arg(long)]
+    filter: Vec<String>,
     /// How often each is repeated
     #[arg(long, default_value_t = 5)]
     runs: usize,
@@ -137,7 +137,101 @@ fn main() -> ExitCode {
     }
 }
 
-/// Makes every measurement that the filter names. One that fails does not stop the others.
+/// What a measurement is made with.
+struct Context<'a> {
+    bench: &'a Bench,
+    /// How often times are taken.
+    runs: usize,
+    /// How often counts are: they hardly differ.
+    counted: usize,
+    /// An archive of an image to pull.
+    pull_image: &'a Path,
+    /// VM exits of this process's machines.
+    exits: &'a ExitLog,
+    progress: Progress,
+}
+
+/// One entry of the list below.
+struct Entry {
+    /// What `--filter` looks at.
+    name: &'static str,
+    on: On,
+    measure: fn(&Context<'_>, &mut Report) -> Result<(), Error>,
+}
+
+/// When an entry is measured.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum On {
+    /// For each engine.
+    Both,
+    /// For machines on the native engine.
+    Native,
+    /// For machines on the emulated engine; also what has no engine and is wanted once.
+    Emulated,
+    /// For each engine, but only when `--filter` names it: it takes minutes.
+    Asked,
+}
+
+/// Everything that can be measured, in the order in which it is.
+const ENTRIES: &[Entry] = &[
+    entry("boot-instructions-1", On::Emulated, |c, r| {
+        boot::instructions(c.bench, 1, c.counted, r, c.progress)
+    }),
+    entry("boot-instructions-4", On::Emulated, |c, r| {
+        boot::instructions(c.bench, 4, c.counted, r, c.progress)
+    }),
+    entry("exits", On::Native, |c, r| {
+        machine::exits(c.bench, c.counted, c.exits, r, c.progress)
+    }),
+    entry("system-calls", On::Both, |c, r| {
+        program::system_calls(c.bench, c.counted, r, c.progress)
+    }),
+    entry("memory", On::Both, |c, r| {
+        machine::resident(c.bench, c.counted, r, c.progress)
+    }),
+    entry("first-output", On::Both, |c, r| {
+        program::first_output(c.bench, c.runs, r, c.progress)
+    }),
+    entry("exec", On::Both, |c, r| {
+        machine::exec(c.bench, r, c.progress)
+    }),
+    entry("named-exec", On::Both, |c, r| {
+        named::exec(c.bench, r, c.progress)
+    }),
+    entry("stream", On::Both, |c, r| {
+        machine::stream(c.bench, r, c.progress)
+    }),
+    entry("pull", On::Emulated, |c, r| {
+        images::pull(&c.bench.program, c.pull_image, c.counted, r, c.progress)
+    }),
+    entry("cycles", On::Asked, |c, r| {
+        named::cycles(c.bench, r, c.progress)
+    }),
+];
+
+const fn entry(
+    name: &'static str,
+    on: On,
+    measure: fn(&Context<'_>, &mut Report) -> Result<(), Error>,
+) -> Entry {
+    Entry { name, on, measure }
+}
+
+impl Entry {
+    fn is_for(&self, engine: EngineKind) -> bool {
+        match self.on {
+            On::Both | On::Asked => true,
+            On::Native => engine == EngineKind::Native,
+            On::Emulated => engine == EngineKind::Emulated,
+        }
+    }
+
+    fn is_named(&self, filters: &[String]) -> bool {
+        filters.iter().any(|filter| self.name.contains(filter))
+    }
+}
+
+/// Makes every measurement that the filters name. One that fails does not stop the others.
 fn measure(args: Args, engine: EngineKind) -> Report {
     let bench = Bench {
         engine,
@@ -145,75 +239,28 @@ fn measure(args: Args, engine: EngineKind) -> Report {
         image: args.image,
         system_map: args.system_map,
     };
-    let (runs, progress) = (args.runs.max(1), Progress(engine));
+    let runs = args.runs.max(1);
     let exits = ExitLog::default();
     // Nothing else in this program sets one.
     let _ = tracing::subscriber::set_global_default(exits.clone());
-    type Measure<'a> = Box<dyn Fn(&mut Report) -> Result<(), Error> + 'a>;
-    let bench = &bench;
-    let counted = runs.min(3);
-    let mut all: Vec<(&'static str, Measure<'_>)> = Vec::new();
-    match engine {
-        EngineKind::Emulated => {
-            all.push((
-                "boot-instructions-1",
-                Box::new(move |r| boot::instructions(bench, 1, counted, r, progress)),
-            ));
-            all.push((
-                "boot-instructions-4",
-                Box::new(move |r| boot::instructions(bench, 4, counted, r, progress)),
-            ));
-            // Has no engine: once is enough.
-            let archive = &args.pull_image;
-            all.push((
-                "pull",
-                Box::new(move |r| images::pull(&bench.program, archive, counted, r, progress)),
-            ));
-        }
-        EngineKind::Native => all.push((
-            "exits",
-            Box::new(|r| machine::exits(bench, counted, &exits, r, progress)),
-        )),
-    }
-    if program::find("strace").is_ok() {
-        all.push((
-            "system-calls",
-            Box::new(move |r| program::system_calls(bench, counted, r, progress)),
-        ));
-    }
-    all.push((
-        "first-output",
-        Box::new(move |r| program::first_output(bench, runs, r, progress)),
-    ));
-    all.push(("exec", Box::new(move |r| machine::exec(bench, r, progress))));
-    all.push((
-        "memory",
-        Box::new(move |r| machine::resident(bench, counted, r, progress)),
-    ));
-    all.push((
-        "named-exec",
-        Box::new(move |r| named::exec(bench, r, progress)),
-    ));
-    all.push((
-        "cycles",
-        Box::new(move |r| named::cycles(bench, r, progress)),
-    ));
-    all.push((
-        "stream",
-        Box::new(move |r| machine::stream(bench, r, progress)),
-    ));
-
+    let context = Context {
+        bench: &bench,
+        runs,
+        counted: runs.min(3),
+        pull_image: &args.pull_image,
+        exits: &exits,
+        progress: Progress(engine),
+    };
     let mut report = Report::default();
-    for (name, measure) in all {
-        if name == "cycles" && args.filter.is_empty() {
-            let reason = "takes minutes: only with --filter cycles".to_owned();
-            report.skipped.push(Skipped { name, reason });
-        } else if name.contains(&args.filter)
-            && let Err(error) = measure(&mut report)
+    for entry in ENTRIES.iter().filter(|entry| entry.is_for(engine)) {
+        let Entry { name, on, measure } = entry;
+        if args.filter.is_empty() && *on == On::Asked {
+            report.skip(*name, format!("takes minutes: only with --filter {name}"));
+        } else if (args.filter.is_empty() || entry.is_named(&args.filter))
+            && let Err(error) = measure(&context, &mut report)
         {
-            let reason = error.to_string();
-            progress.say(&format!("{name}: {reason}"));
-            report.skipped.push(Skipped { name, reason });
+            context.progress.say(&format!("{name}: {error}"));
+            report.skip(*name, error.to_string());
         }
     }
     report

@@ -11,7 +11,7 @@ use bantam::{EngineChoice, Home, Machine, MachineBuilder, MachineName, Machines}
 use crate::machine::run_true;
 use crate::memory::{self, Usage};
 use crate::program::{Bench, MEMORY_MIB, succeed};
-use crate::report::{Measurement, Report, milliseconds};
+use crate::report::{Report, milliseconds};
 use crate::{Error, Progress};
 
 /// How often the short command is run in one machine.
@@ -116,8 +116,7 @@ pub(crate) fn exec(bench: &Bench, report: &mut Report, progress: Progress) -> Re
         ("named: resident, QEMU without guest memory", "MiB", qemu),
         ("named: guest memory touched", "MiB", vec![guest]),
     ] {
-        let result = Measurement::new(name, bench.engine.name(), unit, values);
-        report.results.extend(result);
+        report.add(name, bench.engine.name(), unit, values);
     }
     Ok(())
 }
@@ -168,13 +167,11 @@ pub(crate) fn cycles(bench: &Bench, report: &mut Report, progress: Progress) -> 
     let engine = bench.engine.name();
     for (step, values) in steps {
         let name = format!("named: {step}");
-        let result = Measurement::new(name, engine, "ms", values);
-        report.results.extend(result);
+        report.add(name, engine, "ms", values);
     }
     for ((what, unit, before), (_, _, after)) in before.0.into_iter().zip(after.0) {
         let name = format!("growth in {cycles} machines: {what}");
-        let result = Measurement::new(name, engine, unit, vec![after - before]);
-        report.results.extend(result);
+        report.add(name, engine, unit, vec![after - before]);
     }
     Ok(())
 }

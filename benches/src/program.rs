@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use bantam::EngineKind;
 
-use crate::report::{Measurement, Report, milliseconds};
+use crate::report::{Report, milliseconds};
 use crate::{Error, Progress};
 
 /// Guest memory of every measured machine, in MiB.
@@ -79,8 +79,7 @@ pub(crate) fn first_output(
         ("start to first output", first),
         ("start to end of program", end),
     ] {
-        let result = Measurement::new(name, engine, "ms", values);
-        report.results.extend(result);
+        report.add(name, engine, "ms", values);
     }
     Ok(())
 }
@@ -111,12 +110,12 @@ pub(crate) fn system_calls(
             .ok_or_else(|| Error::Other(format!("strace's summary has no total:\n{text}")))?;
         totals.push(total);
     }
-    report.results.extend(Measurement::new(
+    report.add(
         "host system calls of a run",
         bench.engine.name(),
         "calls",
         totals,
-    ));
+    );
     Ok(())
 }
 

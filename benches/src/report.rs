@@ -20,7 +20,10 @@ pub(crate) struct Report {
 #[derive(Debug, Serialize)]
 pub(crate) struct Measurement {
     pub(crate) name: String,
+    /// Which engine, or which kind of it a peer uses.
     pub(crate) engine: &'static str,
+    /// The other program that was measured, if it was not bantam.
+    pub(crate) peer: Option<&'static str>,
     pub(crate) unit: &'static str,
     n: usize,
     min: f64,
@@ -52,8 +55,47 @@ pub(crate) struct Count {
 
 #[derive(Debug, Serialize)]
 pub(crate) struct Skipped {
-    pub(crate) name: &'static str,
+    pub(crate) name: String,
     pub(crate) reason: String,
+}
+
+impl Report {
+    /// Adds a number of ours.
+    pub(crate) fn add(
+        &mut self,
+        name: impl Into<String>,
+        engine: &'static str,
+        unit: &'static str,
+        values: Vec<f64>,
+    ) {
+        self.results
+            .extend(Measurement::new(name, engine, unit, values));
+    }
+
+    /// Adds the same number of another program: `name`, `engine` and `unit` are those of ours, so
+    /// that the table can set one beside the other.
+    pub(crate) fn add_peer(
+        &mut self,
+        peer: &'static str,
+        name: impl Into<String>,
+        engine: &'static str,
+        unit: &'static str,
+        values: Vec<f64>,
+    ) {
+        let of_peer = Measurement::new(name, engine, unit, values).map(|of_peer| Measurement {
+            peer: Some(peer),
+            ..of_peer
+        });
+        self.results.extend(of_peer);
+    }
+
+    /// Says why something is missing.
+    pub(crate) fn skip(&mut self, name: impl Into<String>, reason: impl Into<String>) {
+        self.skipped.push(Skipped {
+            name: name.into(),
+            reason: reason.into(),
+        });
+    }
 }
 
 impl Measurement {
@@ -70,6 +112,7 @@ impl Measurement {
         Some(Self {
             name: name.into(),
             engine,
+            peer: None,
             unit,
             n,
             min: *sorted.first()?,

@@ -33,9 +33,9 @@ pub(crate) struct BenchArgs {
     /// Write all results to FILE as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Only measurements whose name contains this
-    #[arg(long, value_name = "NAME", default_value = "")]
-    filter: String,
+    /// Only measurements whose name contains this (repeatable)
+    #[arg(long, value_name = "NAME")]
+    filter: Vec<String>,
     /// How often times are measured
     #[arg(long, value_name = "N", default_value_t = 10)]
     runs: usize,
@@ -66,7 +66,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
             .map(|part| json!({"place": part.place, "report": part.report}))
             .collect::<Vec<_>>(),
     });
-    if "sizes".contains(&args.filter) {
+    if args.filter.is_empty() || args.filter.iter().any(|f| "sizes".contains(f)) {
         all["sizes"] = what.sizes()?;
     }
     if let Some(path) = &args.json {
@@ -110,18 +110,19 @@ impl Measured {
         })
     }
 
-    fn words(&self, engine: &str, filter: &str, runs: usize) -> Vec<String> {
+    fn words(&self, engine: &str, filters: &[String], runs: usize) -> Vec<String> {
         let path = |path: &Path| path.display().to_string();
-        vec![
+        let mut words = vec![
             path(&self.bench),
             format!("--engine={engine}"),
-            format!("--filter={filter}"),
             format!("--runs={runs}"),
             format!("--program={}", path(&self.program)),
             format!("--image={}", path(&self.image)),
             format!("--pull-image={}", path(&self.pulled)),
             format!("--system-map={}", path(&self.system_map)),
-        ]
+        ];
+        words.extend(filters.iter().map(|filter| format!("--filter={filter}")));
+        words
     }
 
     fn works_here(&self, engine: &str) -> Result<bool> {
