@@ -3,6 +3,7 @@
 mod datagrams;
 mod frame;
 mod ingress;
+mod losses;
 mod output;
 mod outward;
 mod ports;

@@ -65,6 +65,14 @@ impl Output {
         }
     }
 
+    /// Bytes of the longest TCP packet: with segmentation left to the guest, it may fill a frame.
+    pub(super) fn longest_packet(&self) -> usize {
+        match self.offloads.segmentation {
+            true => usize::from(u16::MAX),
+            false => self.mtu,
+        }
+    }
+
     /// Whether a flow may add a frame now.
     pub(super) fn has_room(&self) -> bool {
         self.frames.len() < ROOM_FRAMES && self.bytes < ROOM_BYTES

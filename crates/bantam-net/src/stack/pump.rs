@@ -8,8 +8,12 @@ use mio::Registry;
 use mio::net::TcpStream;
 use smoltcp::phy::ChecksumCapabilities;
 use smoltcp::socket::tcp::{Socket, State};
-use smoltcp::wire::{IpProtocol, IpRepr, Ipv4Packet, Ipv6Packet, TcpControl, TcpPacket, TcpRepr};
+use smoltcp::wire::{
+    IpProtocol, IpRepr, Ipv4Packet, Ipv6Packet, TCP_HEADER_LEN, TcpControl, TcpPacket, TcpRepr,
+    TcpSeqNumber,
+};
 
+use super::losses::Acknowledgement;
 use super::output::Output;
 use crate::dns::MAX_QUERY;
 
@@ -372,33 +376,55 @@ pub(super) fn is_reset(packet: &[u8]) -> bool {
     tcp_of(packet).is_some_and(|(_, _, tcp)| tcp.rst())
 }
 
-/// Whether a packet acknowledges and does nothing else.
-pub(super) fn is_bare_ack(packet: &[u8]) -> bool {
-    tcp_of(packet).is_some_and(|(_, _, tcp)| {
-        tcp.ack() && !tcp.syn() && !tcp.fin() && !tcp.rst() && tcp.payload().is_empty()
+/// The sequence number after a packet's last.
+pub(super) fn end_of(packet: &[u8]) -> Option<TcpSeqNumber> {
+    let (_, _, tcp) = tcp_of(packet)?;
+    Some(tcp.seq_number() + tcp.segment_len())
+}
+
+/// What a packet of an open connection acknowledges.
+pub(super) fn acknowledgement(packet: &[u8]) -> Option<Acknowledgement> {
+    let (_, _, tcp) = tcp_of(packet)?;
+    if !tcp.ack() || tcp.syn() || tcp.rst() {
+        return None;
+    }
+    let from = tcp.ack_number();
+    let ranges = match usize::from(tcp.header_len()) {
+        TCP_HEADER_LEN => [None; 3],
+        _ => tcp.selective_ack_ranges().ok()?,
+    };
+    // A range before it is of data that came twice (RFC 2883).
+    let later = |&(start, _): &(u32, u32)| TcpSeqNumber(start.cast_signed()) > from;
+    Some(Acknowledgement {
+        up_to: from,
+        hole: ranges.iter().flatten().any(later),
+        shut: tcp.window_len() == 0,
     })
 }
 
-/// Notes how much data the guest takes in one segment, which its SYN says. When the guest cuts long
-/// segments itself, gives the SYN with the largest size instead, so that smoltcp makes them long.
-pub(super) fn rewrite_mss(packet: &[u8], output: &Output, mss: &mut u16) -> Option<Vec<u8>> {
+/// A packet's acknowledgement without its data, as if it came after it.
+pub(super) fn bare_acknowledgement(packet: &[u8]) -> Option<Vec<u8>> {
     let (from, to, tcp) = tcp_of(packet)?;
-    if !tcp.syn() {
-        return None;
-    }
+    let mut bare = parse(from, to, &tcp)?;
+    bare.seq_number += tcp.segment_len();
+    bare.control = TcpControl::None;
+    bare.payload = &[];
+    Some(emit(from, to, &bare))
+}
+
+fn parse<'a>(from: IpAddr, to: IpAddr, tcp: &TcpPacket<&'a [u8]>) -> Option<TcpRepr<'a>> {
+    TcpRepr::parse(
+        tcp,
+        &from.into(),
+        &to.into(),
+        &ChecksumCapabilities::ignored(),
+    )
+    .ok()
+}
+
+/// An IP packet. Its TCP checksum is not computed: nobody looks at it.
+fn emit(from: IpAddr, to: IpAddr, tcp: &TcpRepr<'_>) -> Vec<u8> {
     let unchecked = ChecksumCapabilities::ignored();
-    let mut tcp = TcpRepr::parse(&tcp, &from.into(), &to.into(), &unchecked).ok()?;
-    if tcp.control != TcpControl::Syn {
-        return None;
-    }
-    let headers = if from.is_ipv4() { 40 } else { 60 };
-    let largest = u16::try_from(output.mtu.saturating_sub(headers)).unwrap_or(u16::MAX);
-    // A segment of no data would never get anywhere; RFC 9293 §3.7.1 has 536 as the least.
-    *mss = tcp.max_seg_size.unwrap_or(536).clamp(64, largest);
-    if !output.offloads.segmentation {
-        return None;
-    }
-    tcp.max_seg_size = Some(u16::MAX);
     let ip = IpRepr::new(
         from.into(),
         to.into(),
@@ -410,5 +436,27 @@ pub(super) fn rewrite_mss(packet: &[u8], output: &Output, mss: &mut u16) -> Opti
     ip.emit(&mut bytes[..], &ChecksumCapabilities::default());
     let mut segment = TcpPacket::new_unchecked(&mut bytes[ip.header_len()..]);
     tcp.emit(&mut segment, &from.into(), &to.into(), &unchecked);
-    Some(bytes)
+    bytes
+}
+
+/// Notes how much data the guest takes in one segment, which its SYN says. When the guest cuts long
+/// segments itself, gives the SYN with the largest size instead, so that smoltcp makes them long.
+pub(super) fn rewrite_mss(packet: &[u8], output: &Output, mss: &mut u16) -> Option<Vec<u8>> {
+    let (from, to, tcp) = tcp_of(packet)?;
+    if !tcp.syn() {
+        return None;
+    }
+    let mut tcp = parse(from, to, &tcp)?;
+    if tcp.control != TcpControl::Syn {
+        return None;
+    }
+    let headers = if from.is_ipv4() { 40 } else { 60 };
+    let largest = u16::try_from(output.mtu.saturating_sub(headers)).unwrap_or(u16::MAX);
+    // A segment of no data would never get anywhere; RFC 9293 §3.7.1 has 536 as the least.
+    *mss = tcp.max_seg_size.unwrap_or(536).clamp(64, largest);
+    if !output.offloads.segmentation {
+        return None;
+    }
+    tcp.max_seg_size = Some(u16::MAX);
+    Some(emit(from, to, &tcp))
 }

@@ -12,6 +12,7 @@ use smoltcp::time::{Duration as WireDuration, Instant as WireInstant};
 use smoltcp::wire::{HardwareAddress, IpEndpoint};
 
 use super::Kind;
+use super::losses::Losses;
 use super::output::Output;
 use super::pump::{self, Host};
 use super::wire::Wire;
@@ -23,8 +24,11 @@ const BUFFER: usize = 256 << 10;
 /// The same from the [`FEW`]th on. 4096 connections whose ends all stand still hold 370 MiB.
 const SMALL_BUFFER: usize = 32 << 10;
 const FEW: usize = 256;
-/// For how long the guest may take to answer our SYN or our SYN-ACK.
-const HANDSHAKE: WireDuration = WireDuration::from_secs(20);
+/// How much faster smoltcp's clock runs than ours. Its least retransmission time, one second, is made
+/// for the internet; to the guest it is 200 ms, as Linux has it.
+const PACE: u32 = 5;
+/// For how long the guest may take to answer our SYN or our SYN-ACK: 20 s.
+const HANDSHAKE: WireDuration = WireDuration::from_secs(20 * PACE as u64);
 /// For how long the host's connect may take.
 const CONNECT: Duration = Duration::from_secs(75);
 /// After so long without a byte a connection is reset (RFC 5382 §5 asks for 2 h 4 min).
@@ -62,8 +66,13 @@ pub(super) struct Flow {
     sockets: SocketSet<'static>,
     handle: SocketHandle,
     mss: u16,
-    /// The guest's newest acknowledgement without data, for [`Tcp::retransmit`].
-    last_ack: Vec<u8>,
+    /// The guest got a segment of a whole MSS, by itself and not with others in a long frame. Linux
+    /// (6.6 on) takes from the first such segment how much memory data needs, and makes its windows
+    /// accordingly for the connection's whole life. A long frame needs the least there is, so when it
+    /// comes first and its window fills up with frames that are not as long, the receive buffer is
+    /// full before the window is, and frames are dropped ("RcvPruned" in its statistics).
+    measured: bool,
+    losses: Losses,
     /// Something happened: it is in `Tcp::ready`.
     queued: bool,
     timer: Option<Instant>,
@@ -81,6 +90,8 @@ pub(super) struct Target {
 /// All connections.
 pub(super) struct Tcp {
     interface: Interface,
+    /// For connections of which the guest has seen no whole segment yet; see [`Flow::measured`].
+    short_interface: Interface,
     pub(super) flows: Slab<Flow>,
     index: HashMap<Key, usize>,
     ready: VecDeque<usize>,
@@ -95,7 +106,8 @@ pub(super) struct Tcp {
 impl Tcp {
     pub(super) fn new(output: &mut Output, epoch: Instant) -> Tcp {
         Tcp {
-            interface: interface(output),
+            interface: interface(output, output.longest_packet()),
+            short_interface: interface(output, output.mtu),
             flows: Slab::new(),
             index: HashMap::new(),
             ready: VecDeque::new(),
@@ -113,7 +125,8 @@ impl Tcp {
         for id in all {
             self.remove(registry, id, true);
         }
-        self.interface = interface(output);
+        self.interface = interface(output, output.longest_packet());
+        self.short_interface = interface(output, output.mtu);
     }
 
     pub(super) fn connecting(&self) -> usize {
@@ -125,7 +138,8 @@ impl Tcp {
     }
 
     fn at(&self, now: Instant) -> WireInstant {
-        let micros = now.saturating_duration_since(self.epoch).as_micros();
+        let elapsed = now.saturating_duration_since(self.epoch);
+        let micros = elapsed.saturating_mul(PACE).as_micros();
         WireInstant::from_micros(i64::try_from(micros).unwrap_or(i64::MAX))
     }
 
@@ -217,7 +231,8 @@ impl Tcp {
             sockets,
             handle,
             mss: 536,
-            last_ack: Vec::new(),
+            measured: false,
+            losses: Losses::default(),
             queued: false,
             timer: None,
             last_active: now,
@@ -243,14 +258,32 @@ impl Tcp {
         flow.last_active = now;
         let rewritten = pump::rewrite_mss(packet, output, &mut flow.mss);
         let packet = rewritten.as_deref().unwrap_or(packet);
-        flow.last_ack.clear();
-        if pump::is_bare_ack(packet) {
-            flow.last_ack.extend(packet);
-        }
         let mut wire = Wire::new(Some(packet), output, flow.mss);
         self.interface
             .poll_ingress_single(at, &mut wire, &mut flow.sockets);
+        flow.losses.sent(wire.end);
+        if let Some(ack) = pump::acknowledgement(packet)
+            && flow.losses.acknowledged(&ack)
+        {
+            self.retransmit(output, id, packet, at);
+        }
         self.queue(id);
+    }
+
+    /// Has smoltcp send again what the guest lacks, one frame of it: it does that after three
+    /// acknowledgements of the same (RFC 5681 §3.2), so it gets the guest's as often as that.
+    fn retransmit(&mut self, output: &mut Output, id: usize, packet: &[u8], at: WireInstant) {
+        let Some(flow) = self.flows.get_mut(id) else {
+            return;
+        };
+        let Some(ack) = pump::bare_acknowledgement(packet) else {
+            return;
+        };
+        for _ in 0..3 {
+            let mut wire = Wire::new(Some(&ack), output, flow.mss);
+            self.interface
+                .poll_ingress_single(at, &mut wire, &mut flow.sockets);
+        }
     }
 
     /// Answers a segment that belongs to no connection: a reset, unless it is one.
@@ -405,15 +438,23 @@ impl Tcp {
             // A guest may stand still (paused, stopped at a breakpoint) for as long as it likes.
             socket.set_timeout(None);
         }
+        let headers = if flow.key.guest.is_ipv4() { 40 } else { 60 };
+        let whole = usize::from(flow.mss) + headers;
         let mut wire = Wire::new(None, output, flow.mss);
         let mut more = moved.more;
         while wire.sent < TURN {
-            let emitted = self.interface.poll_egress(at, &mut wire, &mut flow.sockets);
+            let interface = match flow.measured {
+                true => &mut self.interface,
+                false => &mut self.short_interface,
+            };
+            let emitted = interface.poll_egress(at, &mut wire, &mut flow.sockets);
             if emitted == PollResult::None {
                 break;
             }
+            flow.measured |= wire.longest >= whole;
         }
         let sent = wire.sent;
+        flow.losses.sent(wire.end);
         more |= sent >= TURN || !wire.has_room();
         let socket = flow.sockets.get_mut::<Socket<'_>>(flow.handle);
         // The guest must get the acknowledgement of its end.
@@ -431,7 +472,6 @@ impl Tcp {
             return;
         };
         let Some(due) = self.interface.poll_at(at, &flow.sockets) else {
-            self.retransmit(output, id, at);
             return;
         };
         let due = if due <= at {
@@ -439,35 +479,14 @@ impl Tcp {
             // must not be asked in a loop.
             if sent > 0 { now } else { now + RECHECK }
         } else {
-            now + Duration::from(due - at)
+            // Not a moment too early: that would be another look.
+            now + Duration::from(due - at) / PACE + Duration::from_micros(1)
         };
         if due <= now {
             self.queue(id);
         } else {
             self.set_timer(id, due);
         }
-    }
-
-    /// Has smoltcp send again what the guest lacks, if it waits for an acknowledgement without a
-    /// timer: it gives its timer up for that of a closed window, and when the window opens again
-    /// nothing is left to tell it that bytes sent before were lost. Three acknowledgements of the
-    /// same are (RFC 5681 §3.2).
-    fn retransmit(&mut self, output: &mut Output, id: usize, at: WireInstant) {
-        let Some(flow) = self.flows.get_mut(id) else {
-            return;
-        };
-        let unacknowledged = flow.sockets.get::<Socket<'_>>(flow.handle).send_queue() > 0;
-        if !unacknowledged || flow.last_ack.is_empty() {
-            return;
-        }
-        // Once for each that the guest sends.
-        let ack = std::mem::take(&mut flow.last_ack);
-        for _ in 0..3 {
-            let mut wire = Wire::new(Some(&ack), output, flow.mss);
-            self.interface
-                .poll_ingress_single(at, &mut wire, &mut flow.sockets);
-        }
-        self.queue(id);
     }
 
     /// Looks whether the host's connection stands.
@@ -526,11 +545,13 @@ impl Tcp {
     }
 }
 
-fn interface(output: &mut Output) -> Interface {
+/// An interface of packets up to `mtu`.
+fn interface(output: &mut Output, mtu: usize) -> Interface {
     let mut config = InterfaceConfig::new(HardwareAddress::Ip);
     // Sequence numbers and our ports; only the guest sees them, and only its own.
     config.random_seed = getrandom::u64().unwrap_or(0x9e37_79b9_7f4a_7c15);
     let mut wire = Wire::new(None, output, 536);
+    wire.mtu = mtu;
     let mut interface = Interface::new(config, &mut wire, WireInstant::ZERO);
     // Every address of the world is ours, as far as the guest sees.
     interface.set_any_ip(true);

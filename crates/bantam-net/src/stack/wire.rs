@@ -2,16 +2,24 @@
 
 use smoltcp::phy::{Device, DeviceCapabilities, Medium, RxToken, TxToken};
 use smoltcp::time::Instant;
+use smoltcp::wire::TcpSeqNumber;
 
 use super::output::{Output, checksums};
+use super::{losses, pump};
 
 /// A device for one turn of one connection.
 pub(super) struct Wire<'a> {
     packet: Option<&'a [u8]>,
     output: &'a mut Output,
     mss: u16,
+    /// Longest packet that smoltcp may make, in bytes; it asks once.
+    pub(super) mtu: usize,
     /// Packets sent.
     pub(super) sent: usize,
+    /// Bytes of the longest of them.
+    pub(super) longest: usize,
+    /// The sequence number after the last of all.
+    pub(super) end: Option<TcpSeqNumber>,
 }
 
 impl<'a> Wire<'a> {
@@ -19,9 +27,12 @@ impl<'a> Wire<'a> {
     pub(super) fn new(packet: Option<&'a [u8]>, output: &'a mut Output, mss: u16) -> Wire<'a> {
         Wire {
             packet,
+            mtu: output.mtu,
             output,
             mss,
             sent: 0,
+            longest: 0,
+            end: None,
         }
     }
 
@@ -29,19 +40,6 @@ impl<'a> Wire<'a> {
     pub(super) fn has_room(&self) -> bool {
         self.output.has_room()
     }
-}
-
-/// What smoltcp has to know: with segmentation left to the guest, its segments may fill a frame.
-pub(super) fn capabilities(output: &Output) -> DeviceCapabilities {
-    let mut capabilities = DeviceCapabilities::default();
-    capabilities.medium = Medium::Ip;
-    capabilities.max_transmission_unit = if output.offloads.segmentation {
-        usize::from(u16::MAX)
-    } else {
-        output.mtu
-    };
-    capabilities.checksum = checksums(output.offloads.checksum);
-    capabilities
 }
 
 impl Device for Wire<'_> {
@@ -60,6 +58,8 @@ impl Device for Wire<'_> {
             output: self.output,
             mss: self.mss,
             sent: &mut self.sent,
+            longest: &mut self.longest,
+            end: &mut self.end,
         };
         Some((Received(packet), sender))
     }
@@ -69,11 +69,17 @@ impl Device for Wire<'_> {
             output: self.output,
             mss: self.mss,
             sent: &mut self.sent,
+            longest: &mut self.longest,
+            end: &mut self.end,
         })
     }
 
     fn capabilities(&self) -> DeviceCapabilities {
-        capabilities(self.output)
+        let mut capabilities = DeviceCapabilities::default();
+        capabilities.medium = Medium::Ip;
+        capabilities.max_transmission_unit = self.mtu;
+        capabilities.checksum = checksums(self.output.offloads.checksum);
+        capabilities
     }
 }
 
@@ -89,11 +95,19 @@ pub(super) struct Sender<'a> {
     output: &'a mut Output,
     mss: u16,
     sent: &'a mut usize,
+    longest: &'a mut usize,
+    end: &'a mut Option<TcpSeqNumber>,
 }
 
 impl TxToken for Sender<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, f: F) -> R {
         *self.sent += 1;
-        self.output.push_tcp(len, self.mss, f)
+        *self.longest = len.max(*self.longest);
+        let end = self.end;
+        self.output.push_tcp(len, self.mss, |packet| {
+            let result = f(packet);
+            *end = losses::later(*end, pump::end_of(packet));
+            result
+        })
     }
 }

@@ -10,7 +10,10 @@ use smoltcp::iface::{Interface, SocketHandle, SocketSet};
 use smoltcp::phy::{ChecksumCapabilities, Device, DeviceCapabilities, Medium, RxToken, TxToken};
 use smoltcp::socket::{icmp, tcp, udp};
 use smoltcp::time::Instant as WireInstant;
-use smoltcp::wire::{EthernetAddress, HardwareAddress, IpCidr};
+use smoltcp::wire::{
+    EthernetAddress, EthernetFrame, EthernetProtocol, EthernetRepr, HardwareAddress, IpCidr,
+    IpProtocol, Ipv4Packet, Ipv4Repr, TcpPacket, TcpRepr,
+};
 
 /// Ends a hang; nothing is measured by it.
 pub(crate) const LIMIT: Duration = Duration::from_secs(30);
@@ -220,12 +223,12 @@ impl Guest {
         }
     }
 
-    /// Waits for the stack's descriptor.
-    pub(crate) fn wait(&self, pause: Duration) {
+    /// Waits for the stack's descriptor; false if it has nothing after `pause`.
+    pub(crate) fn wait(&self, pause: Duration) -> bool {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
         let timeout = Timespec::try_from(pause).unwrap();
         let fd = self.stack.as_fd();
-        poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)).unwrap();
+        poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)).unwrap() > 0
     }
 
     /// A TCP socket that is being connected to `to`.
@@ -337,6 +340,34 @@ impl Guest {
     pub(crate) fn host6(&self, port: u16) -> SocketAddr {
         (self.addresses.gateway_v6, port).into()
     }
+}
+
+/// A TCP segment from the guest to the gateway.
+pub(crate) fn frame(addresses: &Addresses, tcp: &TcpRepr<'_>) -> Vec<u8> {
+    let (src, dst) = (addresses.guest_v4, addresses.gateway_v4);
+    let ip = Ipv4Repr {
+        src_addr: src,
+        dst_addr: dst,
+        next_header: IpProtocol::Tcp,
+        payload_len: tcp.buffer_len(),
+        hop_limit: 64,
+    };
+    let ethernet = EthernetRepr {
+        src_addr: EthernetAddress(addresses.guest_mac),
+        dst_addr: EthernetAddress(addresses.gateway_mac),
+        ethertype: EthernetProtocol::Ipv4,
+    };
+    let checksums = ChecksumCapabilities::default();
+    let mut bytes = vec![0; 14 + 20 + tcp.buffer_len()];
+    ethernet.emit(&mut EthernetFrame::new_unchecked(&mut bytes[..]));
+    ip.emit(&mut Ipv4Packet::new_unchecked(&mut bytes[14..]), &checksums);
+    tcp.emit(
+        &mut TcpPacket::new_unchecked(&mut bytes[34..]),
+        &src.into(),
+        &dst.into(),
+        &checksums,
+    );
+    bytes
 }
 
 /// CPU time of this thread.

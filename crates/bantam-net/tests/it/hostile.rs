@@ -6,14 +6,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bantam_net::{Checksum, Config, FrameInfo, Limits, Offloads, Segmentation};
-use smoltcp::phy::ChecksumCapabilities;
 use smoltcp::socket::tcp::State;
-use smoltcp::wire::{
-    EthernetAddress, EthernetFrame, EthernetProtocol, EthernetRepr, IpProtocol, Ipv4Packet,
-    Ipv4Repr, TcpControl, TcpPacket, TcpRepr, TcpSeqNumber,
-};
+use smoltcp::wire::{Ipv4Packet, TcpControl, TcpRepr, TcpSeqNumber};
 
-use crate::guest::{Guest, granted};
+use crate::guest::{Guest, frame, granted};
 
 /// A TCP segment without data, from port `from` of the guest to port `to` of the gateway.
 fn segment(
@@ -38,30 +34,7 @@ fn segment(
         timestamp: None,
         payload: &[],
     };
-    let (src, dst) = (guest.addresses.guest_v4, guest.addresses.gateway_v4);
-    let ip = Ipv4Repr {
-        src_addr: src,
-        dst_addr: dst,
-        next_header: IpProtocol::Tcp,
-        payload_len: tcp.buffer_len(),
-        hop_limit: 64,
-    };
-    let ethernet = EthernetRepr {
-        src_addr: EthernetAddress(guest.addresses.guest_mac),
-        dst_addr: EthernetAddress(guest.addresses.gateway_mac),
-        ethertype: EthernetProtocol::Ipv4,
-    };
-    let checksums = ChecksumCapabilities::default();
-    let mut bytes = vec![0; 14 + 20 + tcp.buffer_len()];
-    ethernet.emit(&mut EthernetFrame::new_unchecked(&mut bytes[..]));
-    ip.emit(&mut Ipv4Packet::new_unchecked(&mut bytes[14..]), &checksums);
-    tcp.emit(
-        &mut TcpPacket::new_unchecked(&mut bytes[34..]),
-        &src.into(),
-        &dst.into(),
-        &checksums,
-    );
-    bytes
+    frame(&guest.addresses, &tcp)
 }
 
 fn plain() -> FrameInfo {

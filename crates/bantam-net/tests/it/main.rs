@@ -5,6 +5,7 @@
 
 mod guest;
 mod hostile;
+mod loss;
 mod names;
 mod ports;
 mod rules;

@@ -1,0 +1,293 @@
+//! A guest that loses data of a download: played by hand, because what a Linux guest says then
+//! (windows that change, selective acknowledgements) smoltcp's own would not.
+
+use std::io::{ErrorKind, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use bantam_net::{Config, FrameInfo, Offloads};
+use smoltcp::wire::{Ipv4Packet, TcpControl, TcpPacket, TcpRepr, TcpSeqNumber};
+
+use crate::guest::{Guest, LIMIT, frame, granted};
+
+const PORT: u16 = 40_000;
+/// Window shift of the guest's.
+const SHIFT: u8 = 7;
+/// What the guest's windows are, in bytes, unless a test says otherwise.
+const WINDOW: usize = 1 << 20;
+
+/// The receiving end of one connection.
+struct Receiver {
+    guest: Guest,
+    server: TcpStream,
+    to: u16,
+    /// The next sequence number of ours.
+    own: TcpSeqNumber,
+    /// Where the data begins.
+    first: TcpSeqNumber,
+    /// How much of it came, without a gap.
+    came: usize,
+    /// What came after a gap: from and to.
+    later: Vec<(usize, usize)>,
+    /// What the guest says with each acknowledgement.
+    window: usize,
+    selective: bool,
+}
+
+/// Data that came: from and to, counted from the connection's beginning.
+type Piece = (usize, usize);
+
+impl Receiver {
+    fn new(selective: bool) -> Receiver {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let to = listener.local_addr().unwrap().port();
+        let offloads = Offloads {
+            checksum: true,
+            segmentation: true,
+        };
+        let config = Config {
+            policy: granted(),
+            ..Config::default()
+        };
+        let mut guest = Guest::with(&config, offloads);
+        let own = TcpSeqNumber(1000);
+        let syn = TcpRepr {
+            src_port: PORT,
+            dst_port: to,
+            control: TcpControl::Syn,
+            seq_number: own,
+            ack_number: None,
+            window_len: 65_535,
+            window_scale: Some(SHIFT),
+            max_seg_size: Some(1460),
+            sack_permitted: selective,
+            sack_ranges: [None; 3],
+            timestamp: None,
+            payload: &[],
+        };
+        let syn = frame(&guest.addresses, &syn);
+        guest.stack.receive(&syn, &FrameInfo::default());
+        let (server, _) = listener.accept().unwrap();
+        server.set_nonblocking(true).unwrap();
+        let mut first = None;
+        while first.is_none() {
+            guest.stack.run();
+            guest.wait(Duration::from_millis(5));
+            guest.stack.take_frame(|bytes, _| {
+                let ip = Ipv4Packet::new_unchecked(&bytes[14..]);
+                let tcp = TcpPacket::new_unchecked(ip.payload());
+                if tcp.syn() {
+                    assert_eq!(tcp.selective_ack_permitted().unwrap(), selective);
+                    first = Some(tcp.seq_number() + 1);
+                }
+                true
+            });
+        }
+        let mut receiver = Receiver {
+            guest,
+            server,
+            to,
+            own: own + 1,
+            first: first.unwrap(),
+            came: 0,
+            later: Vec::new(),
+            window: WINDOW,
+            selective,
+        };
+        receiver.acknowledge();
+        receiver
+    }
+
+    /// The guest says what it has and what it takes.
+    fn acknowledge(&mut self) {
+        let mut sack_ranges = [None; 3];
+        if self.selective {
+            let at = |offset| (self.first + offset).0.cast_unsigned();
+            for (range, &(start, end)) in sack_ranges.iter_mut().zip(self.later.iter().rev()) {
+                *range = Some((at(start), at(end)));
+            }
+        }
+        let ack = TcpRepr {
+            src_port: PORT,
+            dst_port: self.to,
+            control: TcpControl::None,
+            seq_number: self.own,
+            ack_number: Some(self.first + self.came),
+            window_len: u16::try_from(self.window >> SHIFT).unwrap(),
+            window_scale: None,
+            max_seg_size: None,
+            sack_permitted: false,
+            sack_ranges,
+            timestamp: None,
+            payload: &[],
+        };
+        let ack = frame(&self.guest.addresses, &ack);
+        self.guest.stack.receive(&ack, &FrameInfo::default());
+    }
+
+    /// What the stack sends, when its host's sockets give it something to do; and for how long it
+    /// would wait when it sends nothing.
+    fn turn(&mut self) -> (Vec<Piece>, Option<Duration>) {
+        loop {
+            let (pieces, pause) = self.turn_at_once();
+            // A socket's bytes are not there in the moment in which they are written.
+            if !pieces.is_empty() || !self.guest.wait(pause.unwrap_or(LIMIT)) {
+                return (pieces, pause);
+            }
+        }
+    }
+
+    fn turn_at_once(&mut self) -> (Vec<Piece>, Option<Duration>) {
+        let mut pieces = Vec::new();
+        loop {
+            let pause = self.guest.stack.run();
+            let before = pieces.len();
+            let first = self.first;
+            while self.guest.stack.take_frame(|bytes, _| {
+                let ip = Ipv4Packet::new_unchecked(&bytes[14..]);
+                let tcp = TcpPacket::new_unchecked(ip.payload());
+                if !tcp.payload().is_empty() {
+                    let start = tcp.seq_number() - first;
+                    pieces.push((start, start + tcp.payload().len()));
+                }
+                true
+            }) {}
+            if pause != Some(Duration::ZERO) && pieces.len() == before {
+                return (pieces, pause);
+            }
+        }
+    }
+
+    /// The guest keeps a piece.
+    fn keep(&mut self, piece: Piece) {
+        self.later.push(piece);
+        self.later.sort_unstable();
+        while let Some(i) = self.later.iter().position(|&(start, _)| start <= self.came) {
+            self.came = self.came.max(self.later.remove(i).1);
+        }
+    }
+
+    /// The server sends as much of `left` as its socket takes.
+    fn serve(&mut self, left: &mut usize) {
+        let zeros = vec![0; 1 << 16];
+        while *left > 0 {
+            match self.server.write(&zeros[..zeros.len().min(*left)]) {
+                Ok(sent) => *left -= sent,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn losses_that_the_guest_tells_of_are_mended_without_waiting() {
+    let mut receiver = Receiver::new(true);
+    let total = 16 << 20;
+    let (mut left, mut frames, mut lost) = (total, 0, 0);
+    let mut reached = 0;
+    while receiver.came < total {
+        receiver.serve(&mut left);
+        let (pieces, pause) = receiver.turn();
+        assert!(
+            !pieces.is_empty(),
+            "after {} bytes the stack waits for {pause:?}",
+            receiver.came
+        );
+        for piece in pieces {
+            frames += 1;
+            // Each seventh frame that is not the last of what there is, the first time.
+            if frames % 7 == 3 && piece.1 > reached && piece.1 < total - (1 << 20) {
+                reached = piece.1;
+                lost += 1;
+                continue;
+            }
+            reached = reached.max(piece.1);
+            receiver.keep(piece);
+            // A guest short of memory opens and closes its window all the time, which makes no
+            // acknowledgement like the one before.
+            receiver.window = WINDOW - (frames % 50) * 1024;
+            receiver.acknowledge();
+        }
+    }
+    assert!(lost > 20, "{lost} of {frames} frames lost");
+}
+
+#[test]
+fn a_loss_that_nothing_tells_of_is_mended_within_a_quarter_of_a_second() {
+    let mut receiver = Receiver::new(false);
+    receiver.serve(&mut 100_000);
+    let mut end = 0;
+    while end < 100_000 {
+        // All that is on its way is lost.
+        end = receiver
+            .turn_at_once()
+            .0
+            .last()
+            .map_or(end, |piece| piece.1);
+    }
+    // Not how long it takes, but for how long the stack asks to be left alone.
+    let mut waited = Duration::ZERO;
+    let pieces = loop {
+        let (pieces, pause) = receiver.turn_at_once();
+        if !pieces.is_empty() {
+            break pieces;
+        }
+        let pause = pause.expect("a timer");
+        waited += pause;
+        receiver.guest.wait(pause);
+    };
+    assert!(waited <= Duration::from_millis(250), "{waited:?}");
+    assert_eq!(pieces.first().unwrap().0, 0);
+    assert_eq!(pieces.last().unwrap().1, end);
+}
+
+#[test]
+fn a_window_that_opens_is_filled_at_once() {
+    // More than the stack has buffered, and less.
+    for (lost, total) in [(false, 600_000), (true, 600_000), (true, 200_000)] {
+        let mut receiver = Receiver::new(true);
+        let mut left = total;
+        receiver.serve(&mut left);
+        let (mut first, _) = receiver.turn();
+        while first.len() < 3 {
+            first.extend(receiver.turn().0);
+        }
+        // The guest takes the first frame, loses the others or not, and its window closes.
+        let kept = if lost { 1 } else { first.len() };
+        for &piece in &first[..kept] {
+            receiver.keep(piece);
+        }
+        receiver.window = 0;
+        receiver.acknowledge();
+        assert_eq!(receiver.turn_at_once().0, [], "lost: {lost}");
+        receiver.window = WINDOW;
+        while receiver.came < total {
+            receiver.serve(&mut left);
+            receiver.acknowledge();
+            let (pieces, pause) = receiver.turn();
+            assert!(
+                !pieces.is_empty(),
+                "lost: {lost}, after {} bytes the stack waits for {pause:?}",
+                receiver.came
+            );
+            for piece in pieces {
+                receiver.keep(piece);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_first_whole_segment_comes_by_itself() {
+    let mut receiver = Receiver::new(true);
+    receiver.serve(&mut 200_000);
+    let (mut pieces, mut end) = (Vec::new(), 0);
+    while end < 200_000 {
+        pieces.extend(receiver.turn().0);
+        end = pieces.last().unwrap().1;
+    }
+    assert_eq!(pieces[0], (0, 1460));
+    // The others are as long as may be.
+    assert!(pieces.len() < 10, "{pieces:?}");
+}
