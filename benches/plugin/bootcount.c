@@ -9,14 +9,16 @@
  * symbols; this program only compares addresses. It is an array of 64-bit words:
  *
  *   0  magic         3  vCPUs
- *   1  symbols S     4  the mark at which the counters are copied
+ *   1  symbols S     4  copies C
  *   2  marks M       5  the mark after which low addresses are user space
  *   6  out: total at the first instruction in user space    7  unused
- *   8            S symbol addresses, ascending
- *   8 + S        M mark addresses
- *   8 + S + M    M out: total when the mark was first reached, 0 if never
+ *   8              S symbol addresses, ascending
+ *   8 + S          M mark addresses
+ *   8 + S + M      M numbers of marks, from 1: each must be reached before; 0: none
+ *   8 + S + 2 * M  M numbers of copies, from 1: which is made at this mark; 0: none
+ *   8 + S + 3 * M  M out: total when the mark was first reached, 0 if never
  *   then, for each vCPU, S + 3 counters: all, low addresses, user space, symbols
- *   then the same counters again, as they were at mark word[4]
+ *   then C copies of the counters
  *
  * A translation block counts as a whole when it is entered, under the symbol of
  * its first instruction. A string instruction counts once per repetition.
@@ -33,7 +35,7 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define MAGIC 0x31746e756f63626cULL
+#define MAGIC 0x32746e756f63626cULL
 #define KERNEL_START 0xffffffff80000000ULL
 
 /* The part of qemu-plugin.h that is used; Debian's QEMU brings no header. */
@@ -59,8 +61,9 @@ EXPORT int qemu_plugin_version = 1;
 enum { ALL, LOW, USER, FIRST_SYMBOL };
 
 static uint64_t *words;
-static uint64_t symbols, marks, vcpus, copy_mark, user_mark;
-static uint64_t *symbol_addr, *mark_addr, *mark_at, *counters, *copy;
+static uint64_t symbols, marks, vcpus, copies, user_mark;
+static uint64_t *symbol_addr, *mark_addr, *mark_after, *mark_copy, *mark_at;
+static uint64_t *counters;
 static size_t per_vcpu;
 
 /* What a translation block adds to, and how much. */
@@ -93,14 +96,16 @@ static void block_runs(unsigned int vcpu, void *data)
 static void mark_reached(unsigned int vcpu, void *data)
 {
 	uint64_t mark = (uint64_t)(uintptr_t)data, never = 0;
+	uint64_t after = mark_after[mark], copy = mark_copy[mark];
 	(void)vcpu;
-	if (mark_at[mark])
+	if (mark_at[mark] || (after && !mark_at[after - 1]))
 		return;
 	if (!__atomic_compare_exchange_n(&mark_at[mark], &never, total(), false,
 					 __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
 		return;
-	if (mark == copy_mark)
-		memcpy(copy, counters, vcpus * per_vcpu * sizeof *copy);
+	if (copy)
+		memcpy(counters + copy * vcpus * per_vcpu, counters,
+		       vcpus * per_vcpu * sizeof *counters);
 }
 
 static uint64_t counter_of(uint64_t addr)
@@ -166,17 +171,21 @@ EXPORT int qemu_plugin_install(qemu_plugin_id_t id, const void *info, int argc,
 	symbols = words[1];
 	marks = words[2];
 	vcpus = words[3];
-	copy_mark = words[4];
+	copies = words[4];
 	user_mark = words[5];
 	per_vcpu = symbols + FIRST_SYMBOL;
 	symbol_addr = words + 8;
 	mark_addr = symbol_addr + symbols;
-	mark_at = mark_addr + marks;
+	mark_after = mark_addr + marks;
+	mark_copy = mark_after + marks;
+	mark_at = mark_copy + marks;
 	counters = mark_at + marks;
-	copy = counters + vcpus * per_vcpu;
-	if ((char *)(copy + vcpus * per_vcpu) != (char *)words + st.st_size ||
-	    copy_mark >= marks || user_mark >= marks)
+	uint64_t *end = counters + (1 + copies) * vcpus * per_vcpu;
+	if ((char *)end != (char *)words + st.st_size || user_mark >= marks)
 		return fail("the file's size does not fit its header");
+	for (uint64_t m = 0; m < marks; m++)
+		if (mark_after[m] > marks || mark_copy[m] > copies)
+			return fail("a mark names what is not there");
 	qemu_plugin_register_vcpu_tb_trans_cb(id, translated);
 	return 0;
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Error;
 use crate::report::{Count, Profile};
 
-const MAGIC: u64 = 0x3174_6e75_6f63_626c;
+const MAGIC: u64 = 0x3274_6e75_6f63_626c;
 const HEADER: usize = 8;
 const FIRST_USER: usize = 6;
 /// Kernel text is above this address.
@@ -16,23 +16,68 @@ const ALL: usize = 0;
 const LOW: usize = 1;
 const USER: usize = 2;
 const FIRST_SYMBOL: usize = 3;
+/// How many functions a profile names: all that matter for finding what grew.
+const TOP: usize = 600;
 
-/// Functions whose first instruction is a phase of the boot, in order. At the last one the
-/// agent, on its control stream, says hello: nothing else sends on a vsock before.
-const MARKS: [&str; 9] = [
-    "pvh_start_xen",
-    "x86_64_start_kernel",
-    "start_kernel",
-    "rest_init",
-    "kernel_init_freeable",
-    "do_basic_setup",
-    "do_idle",
-    "run_init_process",
-    HELLO,
+/// A phase begins when the guest first enters a function, or first after another mark.
+struct Mark {
+    name: &'static str,
+    function: &'static str,
+    /// The mark that must have been reached before.
+    after: Option<&'static str>,
+}
+
+/// The phases, in order. Nothing sends on a vsock before the agent says hello; the first message
+/// after the command wrote to its standard output carries what it wrote.
+const MARKS: [Mark; 12] = [
+    mark("pvh_start_xen"),
+    mark("x86_64_start_kernel"),
+    mark("start_kernel"),
+    mark("rest_init"),
+    mark("kernel_init_freeable"),
+    mark("do_basic_setup"),
+    mark("do_idle"),
+    mark(USER_FROM),
+    Mark {
+        name: HELLO,
+        function: "vsock_connectible_sendmsg",
+        after: None,
+    },
+    Mark {
+        name: "[command executed]",
+        function: "begin_new_exec",
+        after: Some(HELLO),
+    },
+    Mark {
+        name: "[command writes]",
+        function: "pipe_write",
+        after: Some("[command executed]"),
+    },
+    Mark {
+        name: OUTPUT,
+        function: "vsock_connectible_sendmsg",
+        after: Some("[command writes]"),
+    },
 ];
 /// After this, code at low addresses is user space's.
 const USER_FROM: &str = "run_init_process";
-const HELLO: &str = "vsock_connectible_sendmsg";
+const HELLO: &str = "[agent says hello]";
+const OUTPUT: &str = "[agent sends output]";
+/// The marks at which all counters are copied.
+const COPIES: [&str; 2] = [HELLO, OUTPUT];
+
+const fn mark(function: &'static str) -> Mark {
+    Mark {
+        name: function,
+        function,
+        after: None,
+    }
+}
+
+/// The place of a mark in the list.
+fn place(name: &str) -> usize {
+    MARKS.iter().position(|m| m.name == name).unwrap_or(0)
+}
 
 /// Functions that wait for a clock or for another CPU by spinning. What they count says how fast
 /// the host was, not what the boot costs.
@@ -46,6 +91,15 @@ const WAITS: [&str; 7] = [
     "setup_boot_APIC_clock",
 ];
 
+/// Functions without which the agent's messages cannot be told. One of the others may be missing:
+/// what the compiler inlined is never reached.
+const NEEDED: [&str; 4] = [
+    USER_FROM,
+    "vsock_connectible_sendmsg",
+    "begin_new_exec",
+    "pipe_write",
+];
+
 /// The kernel's functions by address.
 pub(crate) struct Symbols(Vec<(u64, String)>);
 
@@ -53,8 +107,13 @@ impl Symbols {
     /// Reads a `System.map`.
     pub(crate) fn read(path: &Path) -> Result<Self, Error> {
         let text = fs::read_to_string(path).map_err(Error::file("reading", path))?;
-        Self::parse(&text)
-            .ok_or_else(|| Error::Other(format!("{} lacks {USER_FROM} or {HELLO}", path.display())))
+        Self::parse(&text).ok_or_else(|| {
+            Error::Other(format!(
+                "{} lacks a function that this looks for: {}",
+                path.display(),
+                NEEDED.join(", ")
+            ))
+        })
     }
 
     fn parse(text: &str) -> Option<Self> {
@@ -69,7 +128,8 @@ impl Symbols {
             .collect();
         symbols.sort();
         let symbols = Self(symbols);
-        (symbols.addr(USER_FROM).is_some() && symbols.addr(HELLO).is_some()).then_some(symbols)
+        let found = NEEDED.iter().all(|name| symbols.addr(name).is_some());
+        found.then_some(symbols)
     }
 
     fn addr(&self, name: &str) -> Option<u64> {
@@ -87,21 +147,23 @@ impl Symbols {
     }
 
     fn empty(&self, vcpus: u8) -> Vec<u64> {
-        let mark = |name: &str| MARKS.iter().position(|m| *m == name).unwrap_or(0) as u64;
         let mut words = vec![
             MAGIC,
             self.0.len() as u64,
             MARKS.len() as u64,
             u64::from(vcpus),
-            mark(HELLO),
-            mark(USER_FROM),
+            COPIES.len() as u64,
+            place(USER_FROM) as u64,
             0,
             0,
         ];
         words.extend(self.0.iter().map(|(addr, _)| addr));
-        // A function that the compiler inlined has no address and is never reached.
-        words.extend(MARKS.iter().map(|name| self.addr(name).unwrap_or(0)));
-        let outputs = MARKS.len() + 2 * usize::from(vcpus) * self.per_vcpu();
+        words.extend(MARKS.map(|mark| self.addr(mark.function).unwrap_or(0)));
+        let number = |place: Option<usize>| place.map_or(0, |place| place as u64 + 1);
+        words.extend(MARKS.map(|mark| number(mark.after.map(place))));
+        words.extend(MARKS.map(|mark| number(COPIES.iter().position(|at| *at == mark.name))));
+        let counters = usize::from(vcpus) * self.per_vcpu();
+        let outputs = MARKS.len() + (1 + COPIES.len()) * counters;
         words.resize(words.len() + outputs, 0);
         words
     }
@@ -110,43 +172,62 @@ impl Symbols {
         self.0.len() + FIRST_SYMBOL
     }
 
-    /// Reads what was counted up to the agent's hello.
-    pub(crate) fn profile(
-        &self,
-        path: &Path,
-        name: &str,
-        vcpus: u8,
-        top: usize,
-    ) -> Result<Profile, Error> {
+    /// Reads what was counted: until the agent's hello, and from there to the first output.
+    pub(crate) fn boot(&self, path: &Path, vcpus: u8) -> Result<Boot, Error> {
         let bytes = fs::read(path).map_err(Error::file("reading", path))?;
         let (words, _) = bytes.as_chunks::<8>();
         let words: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
-        self.profile_of(&words, name, vcpus, top)
-            .ok_or_else(|| Error::Other(format!("{name}: the guest never said hello")))
+        self.boot_of(&words, vcpus)
+            .ok_or_else(|| Error::Other("the guest never said hello or sent output".to_owned()))
     }
 
-    fn profile_of(&self, words: &[u64], name: &str, vcpus: u8, top: usize) -> Option<Profile> {
-        let marks_at = HEADER + self.0.len() + MARKS.len();
+    fn boot_of(&self, words: &[u64], vcpus: u8) -> Option<Boot> {
+        let marks_at = HEADER + self.0.len() + 3 * MARKS.len();
         let reached = words.get(marks_at..marks_at + MARKS.len())?;
         let counters = marks_at + MARKS.len();
         let size = usize::from(vcpus) * self.per_vcpu();
-        let copy = words.get(counters + size..counters + 2 * size)?;
-        let sum = |index: usize| -> u64 {
-            copy.chunks_exact(self.per_vcpu())
-                .map(|vcpu| vcpu[index])
-                .sum()
+        // All vCPUs' counters together, as they were at a mark.
+        let copy = |number: usize| -> Option<Vec<u64>> {
+            let at = counters + (1 + number) * size;
+            let copy = words.get(at..at + size)?;
+            let mut sums = vec![0; self.per_vcpu()];
+            for vcpu in copy.chunks_exact(self.per_vcpu()) {
+                sums.iter_mut().zip(vcpu).for_each(|(sum, n)| *sum += n);
+            }
+            (sums[ALL] > 0).then_some(sums)
         };
+        let (hello, output) = (copy(0)?, copy(1)?);
         let mut marks: Vec<_> = MARKS
             .iter()
             .zip(reached)
-            .map(|(name, at)| count(name, *at))
+            .map(|(mark, at)| count(mark.name, *at))
             .chain([count("[first user instruction]", words[FIRST_USER])])
             .filter(|mark| mark.instructions > 0)
             .collect();
         marks.sort_by_key(|mark| mark.instructions);
+        let hello_at = reached[place(HELLO)];
+        let answer_at = marks.partition_point(|mark| mark.instructions <= hello_at);
+        let answer_marks = marks.split_off(answer_at).into_iter();
+        let answer_marks = answer_marks.map(|mark| Count {
+            instructions: mark.instructions - hello_at,
+            ..mark
+        });
+        let answer: Vec<u64> = (output.iter().zip(&hello))
+            .map(|(to, from)| to.saturating_sub(*from))
+            .collect();
+        Some(Boot {
+            to_hello: self.profile(&hello, marks),
+            to_output: self.profile(&answer, answer_marks.collect()),
+        })
+    }
+
+    fn profile(&self, counters: &[u64], marks: Vec<Count>) -> Profile {
         let mut symbols: Vec<_> = (self.0.iter().enumerate())
-            .map(|(i, (_, name))| count(name, sum(FIRST_SYMBOL + i)))
-            .chain([count("[user]", sum(USER)), count("[low]", sum(LOW))])
+            .map(|(i, (_, name))| count(name, counters[FIRST_SYMBOL + i]))
+            .chain([
+                count("[user]", counters[USER]),
+                count("[low]", counters[LOW]),
+            ])
             .filter(|symbol| symbol.instructions > 0)
             .collect();
         let waits = symbols
@@ -155,16 +236,21 @@ impl Symbols {
             .map(|symbol| symbol.instructions)
             .sum();
         symbols.sort_by_key(|symbol| std::cmp::Reverse(symbol.instructions));
-        symbols.truncate(top);
-        let total = sum(ALL);
-        (total > 0).then(|| Profile {
-            name: name.to_owned(),
-            total,
+        symbols.truncate(TOP);
+        Profile {
+            name: String::new(),
+            total: counters[ALL],
             waits,
             marks,
             symbols,
-        })
+        }
     }
+}
+
+/// One boot and one command.
+pub(crate) struct Boot {
+    pub(crate) to_hello: Profile,
+    pub(crate) to_output: Profile,
 }
 
 fn count(name: &str, instructions: u64) -> Count {
@@ -181,14 +267,22 @@ mod tests {
     const MAP: &str = "0000000000001000 A low\n\
         ffffffff81000300 T delay_tsc\n\
         ffffffff81000200 t vsock_connectible_sendmsg\n\
+        ffffffff81000180 T begin_new_exec\n\
+        ffffffff81000190 t pipe_write\n\
         ffffffff81000100 T run_init_process\n\
         ffffffff82000000 D data\n";
+    const SEND: usize = 3;
+    const DELAY: usize = 4;
 
     #[test]
     fn only_kernel_functions_are_counted_in_order_of_address() {
         let symbols = Symbols::parse(MAP).unwrap();
         let names: Vec<_> = symbols.0.iter().map(|(_, name)| name.as_str()).collect();
-        assert_eq!(names, [USER_FROM, HELLO, "delay_tsc"]);
+        assert_eq!(names[0], USER_FROM);
+        assert_eq!(
+            names[SEND..=DELAY],
+            ["vsock_connectible_sendmsg", "delay_tsc"]
+        );
     }
 
     #[test]
@@ -197,25 +291,62 @@ mod tests {
     }
 
     #[test]
-    fn counters_of_all_vcpus_are_added_up() {
+    fn a_mark_names_the_one_before_it_and_its_copy() {
+        let symbols = Symbols::parse(MAP).unwrap();
+        let words = symbols.empty(1);
+        let after = HEADER + symbols.0.len() + MARKS.len();
+        let executed = place("[command executed]");
+        assert_eq!(words[after + executed], place(HELLO) as u64 + 1);
+        assert_eq!(words[after + place(HELLO)], 0);
+        let copies = after + MARKS.len();
+        assert_eq!(words[copies + place(HELLO)], 1);
+        assert_eq!(words[copies + place(OUTPUT)], 2);
+        assert_eq!(words[copies + executed], 0);
+    }
+
+    #[test]
+    fn counters_of_all_vcpus_are_added_up_and_the_boot_taken_from_the_rest() {
         let symbols = Symbols::parse(MAP).unwrap();
         let mut words = symbols.empty(2);
-        assert!(symbols.profile_of(&words, "p", 2, 9).is_none());
-        let copy = words.len() - 2 * symbols.per_vcpu();
+        assert!(symbols.boot_of(&words, 2).is_none());
+        let marks = HEADER + symbols.0.len() + 3 * MARKS.len();
+        words[marks + place(HELLO)] = 24;
+        words[marks + place(OUTPUT)] = 34;
+        let copies = words.len() - 4 * symbols.per_vcpu();
         for vcpu in 0..2 {
-            let first = copy + vcpu * symbols.per_vcpu();
-            words[first + ALL] = 12;
-            words[first + USER] = 3;
-            words[first + FIRST_SYMBOL + 1] = 7;
-            words[first + FIRST_SYMBOL + 2] = 2;
+            let at = |copy: usize| copies + (2 * copy + vcpu) * symbols.per_vcpu();
+            for (copy, all, sent) in [(0, 12, 7), (1, 17, 11)] {
+                words[at(copy) + ALL] = all;
+                words[at(copy) + USER] = 3 + copy as u64;
+                words[at(copy) + FIRST_SYMBOL + SEND] = sent;
+                words[at(copy) + FIRST_SYMBOL + DELAY] = 2;
+            }
         }
-        let profile = symbols.profile_of(&words, "p", 2, 9).unwrap();
-        assert_eq!((profile.total, profile.waits), (24, 4));
-        let symbols: Vec<_> = profile
-            .symbols
-            .iter()
-            .map(|s| (s.name.as_str(), s.instructions))
-            .collect();
-        assert_eq!(symbols, [(HELLO, 14), ("[user]", 6), ("delay_tsc", 4)]);
+        let Boot {
+            to_hello,
+            to_output,
+        } = symbols.boot_of(&words, 2).unwrap();
+        assert_eq!((to_hello.total, to_hello.waits), (24, 4));
+        assert_eq!((to_output.total, to_output.waits), (10, 0));
+        let named = |counts: &[Count]| -> Vec<(String, u64)> {
+            (counts.iter())
+                .map(|c| (c.name.clone(), c.instructions))
+                .collect()
+        };
+        let send = "vsock_connectible_sendmsg".to_owned();
+        assert_eq!(
+            named(&to_hello.symbols),
+            [
+                (send.clone(), 14),
+                ("[user]".to_owned(), 6),
+                ("delay_tsc".to_owned(), 4)
+            ]
+        );
+        assert_eq!(named(&to_hello.marks), [(HELLO.to_owned(), 24)]);
+        assert_eq!(
+            named(&to_output.symbols),
+            [(send, 8), ("[user]".to_owned(), 2)]
+        );
+        assert_eq!(named(&to_output.marks), [(OUTPUT.to_owned(), 10)]);
     }
 }
