@@ -11,6 +11,7 @@ mod images;
 mod machine;
 mod memory;
 mod named;
+mod net;
 mod program;
 mod report;
 
@@ -48,6 +49,9 @@ struct Args {
     /// An archive of an image to pull
     #[arg(long, default_value = "debian-12-python.tar")]
     pull_image: PathBuf,
+    /// An image with curl and iperf3
+    #[arg(long, default_value = "network.tar")]
+    network_image: PathBuf,
     /// The guest kernel's System.map
     #[arg(long)]
     system_map: Option<PathBuf>,
@@ -146,6 +150,8 @@ struct Context<'a> {
     counted: usize,
     /// An archive of an image to pull.
     pull_image: &'a Path,
+    /// An image with curl and iperf3.
+    network_image: &'a Path,
     /// VM exits of this process's machines.
     exits: &'a ExitLog,
     progress: Progress,
@@ -201,6 +207,10 @@ const ENTRIES: &[Entry] = &[
     entry("stream", On::Both, |c, r| {
         machine::stream(c.bench, r, c.progress)
     }),
+    // The others stand behind QEMU's card only.
+    entry("net", On::Emulated, |c, r| {
+        net::peers(c.bench, c.network_image, c.counted, r, c.progress)
+    }),
     entry("pull", On::Emulated, |c, r| {
         images::pull(&c.bench.program, c.pull_image, c.counted, r, c.progress)
     }),
@@ -248,6 +258,7 @@ fn measure(args: Args, engine: EngineKind) -> Report {
         runs,
         counted: runs.min(3),
         pull_image: &args.pull_image,
+        network_image: &args.network_image,
         exits: &exits,
         progress: Progress(engine),
     };
