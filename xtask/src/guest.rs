@@ -1,5 +1,7 @@
 //! The guest artefacts: kernel, initramfs and disk template, where the library finds them.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::thread;
@@ -39,7 +41,16 @@ pub(crate) fn build(options: Options, progress: &Progress) -> Result<PathBuf> {
     host::write_atomic(&dir.join("initramfs.cpio"), &initramfs)?;
     host::write_atomic(&dir.join("disk.ext4"), &disk::template()?)?;
     install_if_changed(&kernel.vmlinux, &dir.join("vmlinux"))?;
+    for file in ["vmlinux", "initramfs.cpio"] {
+        make_read_only(&dir.join(file))?;
+    }
     Ok(dir)
+}
+
+/// Machines map files that nobody may write to, and copy others.
+fn make_read_only(file: &Path) -> Result<()> {
+    std::fs::set_permissions(file, Permissions::from_mode(0o444))
+        .map_err(Error::file("making read-only", file))
 }
 
 /// The agent's program, built for the guest.

@@ -48,7 +48,7 @@ pub enum ArchError {
     CommandLine(usize),
     /// The initial ramdisk cannot be read.
     #[error("reading the initial ramdisk failed")]
-    Initrd(#[source] vm_memory::GuestMemoryError),
+    Initrd(#[source] io::Error),
     /// A vCPU could not be set up.
     #[error("setting up vCPU {id} failed")]
     Vcpu {

@@ -7,6 +7,10 @@ use bantam_hypervisor::{HostKind, HwExtension};
 
 use crate::VmmError;
 
+/// Set to `1`, it has the native engine taken on a software KVM, too. Linux does not boot there, but
+/// everything up to the first guest instruction can be measured on the real CPU.
+const SOFTWARE_KVM_VARIABLE: &str = "BANTAM_SOFTWARE_KVM";
+
 /// An engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineKind {
@@ -90,6 +94,9 @@ fn probe_native() -> Availability {
     match probe.kind {
         HostKind::Hardware(HwExtension::Vmx) => Availability::Ready("KVM on Intel VT-x".to_owned()),
         HostKind::Hardware(HwExtension::Svm) => Availability::Ready("KVM on AMD-V".to_owned()),
+        HostKind::SoftwareKvm if std::env::var_os(SOFTWARE_KVM_VARIABLE).is_some_and(|v| v == "1") => {
+            Availability::Ready("software KVM, on which Linux does not boot".to_owned())
+        }
         HostKind::SoftwareKvm => Availability::Unusable(
             "this host's KVM is software (the CPU shows neither VT-x nor AMD-V), on which Linux does not boot"
                 .to_owned(),

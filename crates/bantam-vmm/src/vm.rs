@@ -10,6 +10,7 @@ use bantam_virtio::vsock::Vsock;
 use crate::console::ConsoleLog;
 use crate::devices::{DeviceSet, Handles};
 use crate::engine::{EngineKind, probe_engines};
+use crate::timeline::trace_step;
 use crate::{Timeline, VmConfig, VmmError};
 
 /// Why a machine ended.
@@ -176,8 +177,11 @@ impl Vm {
 
     /// Ends the machine now, without asking the guest, and waits until it is gone.
     pub fn kill(&self) -> ExitCause {
+        trace_step("kill");
         self.machine.kill();
-        self.exit.wait(None).unwrap_or(ExitCause::Killed)
+        let cause = self.exit.wait(None).unwrap_or(ExitCause::Killed);
+        trace_step("gone");
+        cause
     }
 }
 

@@ -2,16 +2,16 @@
 //! tables (PVH: `include/xen/interface/hvm/start_info.h`; 64-bit protocol:
 //! `Documentation/arch/x86/boot.rst` and `zero-page.rst`).
 
+use std::fs::File;
+
 use linux_loader::bootparam::{boot_e820_entry, boot_params};
 use linux_loader::start_info::{
     XEN_HVM_MEMMAP_TYPE_RAM, XEN_HVM_MEMMAP_TYPE_RESERVED, XEN_HVM_START_MAGIC_VALUE,
     hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info,
 };
-use vm_memory::{
-    ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, ReadVolatile,
-};
+use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
-use super::kernel::{LoadedKernel, Protocol};
+use super::kernel::{LoadedKernel, MapFile, Protocol, place_file};
 use super::layout::{
     CMDLINE, CMDLINE_MAX, GDT, HIGH_MEMORY, LOW_MEMORY_END, PAGE, PAGE_TABLES, START_INFO,
     ZERO_PAGE,
@@ -56,18 +56,19 @@ pub struct Entry {
     pub boot_data: u64,
 }
 
-/// Copies `len` bytes of an initial ramdisk from `source` to the end of RAM.
+/// Puts an initial ramdisk, the whole of `file`, to the end of RAM: whole pages by `mapper` where it
+/// can, the rest copied.
 ///
 /// # Errors
 ///
-/// If it does not fit between the kernel and the end of the RAM below 2 GiB, or `source` fails or
-/// ends early.
-pub fn load_initrd<R: ReadVolatile>(
+/// If it does not fit between the kernel and the end of the RAM below 2 GiB, or cannot be read.
+pub fn load_initrd(
     ram: &GuestRam,
     kernel: &LoadedKernel,
-    source: &mut R,
-    len: u64,
+    file: &mut File,
+    mapper: &dyn MapFile,
 ) -> Result<Initrd> {
+    let len = file.metadata().map_err(ArchError::Initrd)?.len();
     let room = ram.find_region(HIGH_MEMORY).map_or(0, |region| {
         region
             .start_addr()
@@ -76,20 +77,16 @@ pub fn load_initrd<R: ReadVolatile>(
             .min(INITRD_END)
     });
     let addr = room.checked_sub(len).map(|addr| addr / PAGE * PAGE);
-    let Some(addr) = addr.filter(|&addr| addr >= kernel.end.0) else {
-        return Err(ArchError::Memory {
-            what: "the initial ramdisk",
-            addr: kernel.end.0,
-            len,
-        });
-    };
-    let fits = usize::try_from(len).map_err(|_| ArchError::Memory {
+    let no_room = |addr| ArchError::Memory {
         what: "the initial ramdisk",
         addr,
         len,
-    })?;
-    ram.read_exact_volatile_from(GuestAddress(addr), source, fits)
-        .map_err(ArchError::Initrd)?;
+    };
+    let addr = addr
+        .filter(|&addr| addr >= kernel.end.0)
+        .ok_or_else(|| no_room(kernel.end.0))?;
+    let bytes = usize::try_from(len).map_err(|_| no_room(addr))?;
+    place_file(ram, file, 0, GuestAddress(addr), bytes, mapper).map_err(ArchError::Initrd)?;
     Ok(Initrd {
         addr: GuestAddress(addr),
         len,

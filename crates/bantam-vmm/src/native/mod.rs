@@ -91,20 +91,16 @@ fn map_ram(vm: &dyn Vm, ram: &GuestRam) -> Result<(), VmmError> {
 }
 
 /// Puts kernel, initramfs and boot data into RAM.
-fn load(config: &VmConfig, devices: usize, ram: &GuestRam) -> Result<Entry, VmmError> {
-    let kernel = config.guest.open()?.load(ram)?;
+fn load(config: &VmConfig, devices: usize, ram: &Arc<GuestRam>) -> Result<Entry, VmmError> {
+    let mapper = memory::Mapper(ram);
+    let kernel = config.guest.open()?.load_with(ram, &mapper)?;
     let initramfs = &config.guest.initramfs;
-    let open = || {
-        let file = File::open(initramfs)?;
-        let len = file.metadata()?.len();
-        Ok((file, len))
-    };
-    let (mut file, len) = open().map_err(|source| VmmError::File {
+    let mut file = File::open(initramfs).map_err(|source| VmmError::File {
         what: "initramfs",
         path: initramfs.clone(),
         source,
     })?;
-    let initrd = boot::load_initrd(ram, &kernel, &mut file, len)?;
+    let initrd = boot::load_initrd(ram, &kernel, &mut file, &mapper)?;
     let slots: Vec<_> = (0..).map_while(layout::mmio_slot).take(devices).collect();
     let words = ["console=hvc0", serial::CMDLINE];
     let cmdline = cmdline::build(config, &slots, &words);

@@ -12,6 +12,7 @@ mod setup_header;
 mod source;
 
 use std::fs::File;
+use std::io;
 use std::path::Path;
 
 use vm_memory::GuestAddress;
@@ -19,6 +20,7 @@ use vm_memory::GuestAddress;
 use crate::{ArchError, GuestRam, Result};
 use compress::Compression;
 use source::Source;
+pub(super) use source::place_file;
 
 /// Largest kernel, compressed or not, in bytes. A distribution's kernel is some 70 MB unpacked.
 const MAX_KERNEL: u64 = 512 << 20;
@@ -76,6 +78,28 @@ pub struct LoadedKernel {
     pub start: GuestAddress,
     /// The first byte behind it, its bss included.
     pub end: GuestAddress,
+}
+
+/// Puts pages of a file into guest memory without copying them.
+pub trait MapFile {
+    /// Makes `len` bytes of guest memory at `at` show `file` from `offset` bytes on; what the guest
+    /// writes there stays its own. All three are multiples of the page size, and the range is RAM.
+    /// Says whether it did; if not, the memory is as it was.
+    ///
+    /// # Errors
+    ///
+    /// The memory is beyond use.
+    fn map(&self, file: &File, offset: u64, at: GuestAddress, len: usize) -> io::Result<bool>;
+}
+
+/// Maps nothing, so that everything is copied.
+#[derive(Debug, Clone, Copy)]
+pub struct CopyOnly;
+
+impl MapFile for CopyOnly {
+    fn map(&self, _: &File, _: u64, _: GuestAddress, _: usize) -> io::Result<bool> {
+        Ok(false)
+    }
 }
 
 impl Kernel {
@@ -172,8 +196,17 @@ impl Kernel {
     ///
     /// If it does not fit into the RAM below the hole, or the file cannot be read.
     pub fn load(&self, ram: &GuestRam) -> Result<LoadedKernel> {
+        self.load_with(ram, &CopyOnly)
+    }
+
+    /// The same, but the whole pages of an uncompressed kernel are offered to `mapper` first.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::load`].
+    pub fn load_with(&self, ram: &GuestRam, mapper: &dyn MapFile) -> Result<LoadedKernel> {
         for segment in &self.image.segments {
-            self.source.load(ram, segment)?;
+            self.source.load(ram, segment, mapper)?;
         }
         Ok(LoadedKernel {
             entry: GuestAddress(self.image.entry),

@@ -7,8 +7,36 @@ use std::sync::{Mutex, PoisonError};
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
-use super::Segment;
+use super::{MapFile, Segment};
+use crate::x86_64::layout::PAGE;
 use crate::{ArchError, GuestRam, Result};
+
+/// Puts `len` bytes of `file` from `offset` on into guest memory at `at`: whole pages by `mapper`
+/// where it can, all else copied.
+pub(in crate::x86_64) fn place_file(
+    ram: &GuestRam,
+    file: &mut File,
+    offset: u64,
+    at: GuestAddress,
+    len: usize,
+    mapper: &dyn MapFile,
+) -> io::Result<()> {
+    let page = usize::try_from(PAGE).unwrap_or(usize::MAX);
+    let whole = len / page * page;
+    let aligned = offset.is_multiple_of(PAGE) && at.0.is_multiple_of(PAGE);
+    let mapped =
+        aligned && whole > 0 && ram.check_range(at, len) && mapper.map(file, offset, at, whole)?;
+    let done = if mapped { whole } else { 0 };
+    if done == len {
+        return Ok(());
+    }
+    // A fresh range: neither overflows, as the end of the file and of RAM are beyond.
+    let (done_u64, rest) = (done as u64, len - done);
+    file.seek(SeekFrom::Start(offset.saturating_add(done_u64)))?;
+    let at = GuestAddress(at.0.saturating_add(done_u64));
+    ram.read_exact_volatile_from(at, file, rest)
+        .map_err(io::Error::other)
+}
 
 #[derive(Debug)]
 pub(super) enum Source {
@@ -78,8 +106,13 @@ impl Source {
         Ok(bytes)
     }
 
-    /// Copies one segment into guest memory.
-    pub(super) fn load(&self, ram: &GuestRam, segment: &Segment) -> Result<()> {
+    /// Puts one segment into guest memory: whole pages by `mapper` where it can, all else copied.
+    pub(super) fn load(
+        &self,
+        ram: &GuestRam,
+        segment: &Segment,
+        mapper: &dyn MapFile,
+    ) -> Result<()> {
         let at = GuestAddress(segment.guest_addr);
         let no_room = || ArchError::Memory {
             what: "a kernel segment",
@@ -94,13 +127,9 @@ impl Source {
         match self {
             Self::File { file, .. } => {
                 let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-                let copied = file.seek(SeekFrom::Start(segment.file_offset)).is_ok()
-                    && ram
-                        .read_exact_volatile_from(at, &mut *file, file_len)
-                        .is_ok();
-                copied.then_some(()).ok_or_else(|| {
-                    ArchError::kernel("the file changed or could not be read to its end")
-                })
+                place_file(ram, &mut file, segment.file_offset, at, file_len, mapper).map_err(
+                    |_| ArchError::kernel("the file changed or could not be read to its end"),
+                )
             }
             Self::Bytes(bytes) => {
                 let range = usize::try_from(segment.file_offset)

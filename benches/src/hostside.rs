@@ -1,0 +1,260 @@
+//! The host's part of a start: what it costs from the call of the library to the first guest
+//! instruction, and to take the machine away again.
+//!
+//! A guest is not needed for it, so it is measured on a software KVM, too, on the real CPU. Counted
+//! are this process's processor time, which other processes do not change, and its system calls. A
+//! process of its own starts the machines, so that its first one is a first one.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::process::{Command, ExitCode};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bantam::{EngineChoice, EngineKind, ImageSource, Machine};
+use serde::{Deserialize, Serialize};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
+
+use crate::program::{self, Bench, MEMORY_MIB};
+use crate::report::{Measurement, Report};
+use crate::{Error, Progress};
+
+/// The hidden first argument of the process that starts machines; the second is the image.
+const ONCE: &str = "--host-side-once";
+/// Has the native engine taken although Linux would not boot.
+const SOFTWARE_KVM: &str = "BANTAM_SOFTWARE_KVM";
+/// Machines that one process starts, one after the other.
+const STARTS: usize = 3;
+/// Until the guest is given up: it cannot say hello on a software KVM.
+const PATIENCE: Duration = Duration::from_millis(50);
+/// A file that is not there, looked for where the count of system calls begins.
+const BEGIN: &str = "/bantam-bench-begin";
+
+/// Processor time in microseconds at each step of one start, since the call.
+type Steps = BTreeMap<String, u64>;
+
+/// Is this the process that starts machines? Then this is all that it does.
+pub(crate) fn child() -> Option<ExitCode> {
+    let mut args = std::env::args().skip(1);
+    if args.next().as_deref() != Some(ONCE) {
+        return None;
+    }
+    Some(match once(&args.next().unwrap_or_default()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Nobody else has to read it.
+            let _ = writeln!(std::io::stderr(), "{error}");
+            ExitCode::FAILURE
+        }
+    })
+}
+
+/// Starts machines and prints what each step had cost.
+fn once(image: &str) -> Result<(), Error> {
+    let log = StepLog::default();
+    // Nothing else in this process sets one.
+    let _ = tracing::subscriber::set_global_default(log.clone());
+    let mut all = Vec::new();
+    for _ in 0..STARTS {
+        log.take();
+        let _ = fs::metadata(BEGIN);
+        let started = Machine::builder()
+            .image_source(
+                ImageSource::parse(image).map_err(|error| Error::Other(error.to_string()))?,
+            )
+            .memory_mib(MEMORY_MIB)
+            .engine(EngineChoice::Only(EngineKind::Native))
+            .boot_timeout(PATIENCE)
+            .start();
+        // Where the guest does come up, it is killed like one that does not.
+        drop(started);
+        all.push(log.take());
+    }
+    serde_json::to_writer(std::io::stdout().lock(), &Starts(all))
+        .map_err(|error| Error::Other(format!("printing the steps: {error}")))
+}
+
+#[derive(Serialize, Deserialize)]
+struct Starts(Vec<Steps>);
+
+/// Measures the processor time and the system calls of a start.
+pub(crate) fn measure(
+    bench: &Bench,
+    runs: usize,
+    report: &mut Report,
+    progress: Progress,
+) -> Result<(), Error> {
+    let mut values: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+    let mut add = |name, value| values.entry(name).or_default().push(value);
+    for run in 1..=runs {
+        progress.say(&format!("host side of a start: {run}/{runs}"));
+        let starts = one_process(bench)?;
+        for (n, steps) in starts.0.iter().enumerate() {
+            let at = |step: &str| steps.get(step).map(|&us| us as f64 / 1000.0);
+            let (Some(run), Some(kill), Some(gone)) = (at("first_run"), at("kill"), at("gone"))
+            else {
+                return Err(Error::Other(format!("steps are missing in {steps:?}")));
+            };
+            if n == 0 {
+                add(
+                    "host side: call to first vCPU run, first machine of a process",
+                    run,
+                );
+            } else {
+                add("host side: call to first vCPU run", run);
+                for (step, name) in [
+                    ("rootfs_ready", "host side: ... image found"),
+                    ("vm_created", "host side: ... VM made"),
+                    ("memory_ready", "host side: ... memory ready"),
+                    ("devices_ready", "host side: ... devices ready"),
+                ] {
+                    at(step).into_iter().for_each(|ms| add(name, ms));
+                }
+                add("host side: teardown", gone - kill);
+            }
+        }
+    }
+    for (name, times) in values {
+        let result = Measurement::new(name, "native", "ms of CPU", times);
+        report.results.extend(result);
+    }
+    if program::find("strace").is_ok() {
+        progress.say("host side of a start: system calls");
+        let calls = system_calls(bench)?;
+        let name = "host side: system calls, call to first vCPU run";
+        let result = Measurement::new(name, "native", "calls", calls);
+        report.results.extend(result);
+    }
+    Ok(())
+}
+
+fn command(bench: &Bench, mut command: Command) -> Command {
+    command.arg(ONCE).arg(&bench.image).env(SOFTWARE_KVM, "1");
+    command
+}
+
+fn this_program() -> Result<std::path::PathBuf, Error> {
+    std::env::current_exe().map_err(|error| Error::Other(format!("finding myself: {error}")))
+}
+
+fn one_process(bench: &Bench) -> Result<Starts, Error> {
+    let mut command = command(bench, Command::new(this_program()?));
+    let output = command.output().map_err(Error::start(&command))?;
+    if !output.status.success() {
+        return Err(Error::Other(format!(
+            "starting machines: {}",
+            String::from_utf8_lossy(&output.stderr)
+        )));
+    }
+    serde_json::from_slice(&output.stdout)
+        .map_err(|error| Error::Other(format!("reading the steps: {error}")))
+}
+
+/// System calls from the call of the library to the first `KVM_RUN`, of all threads, for every
+/// start but the first.
+fn system_calls(bench: &Bench) -> Result<Vec<f64>, Error> {
+    let log = tempfile::NamedTempFile::new()
+        .map_err(Error::file("creating a file in", &std::env::temp_dir()))?;
+    let mut strace = Command::new("strace");
+    strace.args(["-f", "-qq", "-o"]).arg(log.path());
+    strace.arg(this_program()?);
+    program::succeed(&mut command(bench, strace))?;
+    let text = fs::read_to_string(log.path()).map_err(Error::file("reading", log.path()))?;
+    Ok(calls_between(&text).into_iter().skip(1).collect())
+}
+
+fn calls_between(log: &str) -> Vec<f64> {
+    let (mut all, mut count) = (Vec::new(), None);
+    for line in log.lines() {
+        if line.contains(BEGIN) {
+            count = Some(0_u32);
+        } else if line.contains("KVM_RUN") {
+            all.extend(count.take().map(f64::from));
+        } else if let Some(count) = &mut count
+            && !line.contains("resumed>")
+            && !line.contains("+++")
+        {
+            *count += 1;
+        }
+    }
+    all
+}
+
+/// Collects the steps that the engine tells.
+#[derive(Clone, Default)]
+struct StepLog(Arc<Mutex<Steps>>);
+
+impl StepLog {
+    /// What was told, counted from the call; then forgotten.
+    fn take(&self) -> Steps {
+        let mut steps = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        let start = steps.get("call").copied().unwrap_or(0);
+        for us in steps.values_mut() {
+            *us = us.saturating_sub(start);
+        }
+        steps
+    }
+}
+
+impl Subscriber for StepLog {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_event() && metadata.target() == "bantam_vmm::timeline"
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut step = Step::default();
+        event.record(&mut step);
+        if let Some(name) = step.name {
+            let mut steps = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            steps.entry(name).or_insert(step.cpu_us);
+        }
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+#[derive(Default)]
+struct Step {
+    name: Option<String>,
+    cpu_us: u64,
+}
+
+impl Visit for Step {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        if field.name() == "step" {
+            self.name = Some(value.to_owned());
+        }
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        if field.name() == "cpu_us" {
+            self.cpu_us = value;
+        }
+    }
+
+    fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_counted_up_to_the_first_run_of_each_start() {
+        let log = "1 read(3)\n1 stat(\"/bantam-bench-begin\") = -1\n1 mmap(a) = 1\n\
+            1 futex(x <unfinished ...>\n2 ioctl(4) = 0\n1 <... futex resumed>) = 0\n\
+            2 ioctl(5, KVM_RUN\n2 ioctl(5, KVM_RUN\n1 close(3) = 0\n\
+            1 stat(\"/bantam-bench-begin\") = -1\n2 +++ exited with 0 +++\n1 ioctl(5, KVM_RUN\n";
+        assert_eq!(calls_between(log), [3.0, 0.0]);
+    }
+}
