@@ -19,6 +19,7 @@ use nix::sys::utsname::uname;
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::{chdir, chroot, mkdir};
 
+use crate::cpus;
 use crate::disk::{Disk, MOUNT_POINT, mount_disk};
 
 /// The image, read-only.
@@ -129,6 +130,9 @@ fn mount_root() -> Result<Option<Disk>, StepFailed> {
     chdir(ROOT).map_err(StepFailed::at("enter the root filesystem"))?;
     move_mount(".", "/")?;
     chroot(".").map_err(StepFailed::at("switch to the root filesystem"))?;
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+    mount_at("sysfs", "/sys", "sysfs", flags, "")?;
+    cpus::bring_up();
     Ok(disk)
 }
 

@@ -35,6 +35,12 @@ const END_OF_TRANSMISSION: u8 = 4;
 
 const SIGKILL: u8 = 9;
 
+/// How long the news that a command has started waits for more, where nobody waits for it.
+const STARTED_WAIT: Duration = Duration::from_millis(100);
+
+/// Output of a command that has ended, up to so many bytes, leaves together with its exit status.
+const SMALL_OUTPUT: usize = 4096;
+
 /// What a turn came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Turn {
@@ -65,6 +71,9 @@ pub(crate) struct Command {
     cgroup: Option<Cgroup>,
     /// Present until it is known whether the command runs.
     starting: Option<(OwnedFd, Attempt)>,
+    /// When the host is to hear of the start if nothing else was said until then. Nothing watches the
+    /// report in this case: it is looked at when there is something to say.
+    announce_at: Option<Instant>,
     stdin: Option<Input>,
     stdout: Option<Output>,
     stderr: Option<Output>,
@@ -76,6 +85,18 @@ pub(crate) struct Command {
     finished: bool,
     /// To be let go once it is known to run.
     detach: bool,
+    _writers: [Option<OwnedFd>; 2],
+}
+
+/// What of a request concerns the stream and not the child.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Terms {
+    /// How long the command may take.
+    pub(crate) timeout: Option<Duration>,
+    /// To be let go once it is known to run.
+    pub(crate) detach: bool,
+    /// Nobody waits to hear that it has started.
+    pub(crate) lazy_started: bool,
 }
 
 struct Input {
@@ -103,9 +124,15 @@ impl Command {
         connection: Connection,
         child: Child,
         cgroup: Option<Cgroup>,
-        timeout: Option<Duration>,
-        detach: bool,
+        terms: Terms,
     ) -> Self {
+        let Terms {
+            timeout,
+            detach,
+            lazy_started,
+        } = terms;
+        // Who writes to a command waits for its start, too.
+        let lazy = lazy_started && !detach && child.stdin.is_none();
         let output = |fd, kind| Output {
             fd,
             kind,
@@ -117,6 +144,7 @@ impl Command {
             pid: child.pid,
             cgroup,
             starting: Some((child.report, child.attempt)),
+            announce_at: lazy.then(|| Instant::now() + STARTED_WAIT),
             stdin: child.stdin.map(|fd| Input {
                 fd,
                 writable: true,
@@ -134,6 +162,7 @@ impl Command {
             ended: None,
             finished: false,
             detach,
+            _writers: child.writers,
         }
     }
 
@@ -147,6 +176,7 @@ impl Command {
         let report = self
             .starting
             .as_ref()
+            .filter(|_| self.announce_at.is_none())
             .map(|(fd, _)| (Part::Report, fd.as_fd()));
         let stdin = self
             .stdin
@@ -200,18 +230,31 @@ impl Command {
             .send_message(GuestExec::StdinClosed.encode());
     }
 
-    /// When it is to be killed.
+    /// When [`check_time`](Self::check_time) has something to do.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.deadline
+        self.deadline.into_iter().chain(self.announce_at).min()
     }
 
-    /// Its time is over.
-    pub(crate) fn time_out(&mut self) {
-        self.deadline = None;
-        if self.ended.is_none() {
-            self.timed_out = true;
-            self.kill_all();
+    /// Does what is due. True if the command wants a turn.
+    pub(crate) fn check_time(&mut self, now: Instant) -> bool {
+        if self.deadline.is_some_and(|deadline| deadline <= now) {
+            self.deadline = None;
+            if self.ended.is_none() {
+                self.timed_out = true;
+                self.kill_all();
+            }
         }
+        if self.announce_at.is_none_or(|at| at > now) {
+            return false;
+        }
+        if self.starting.is_some() {
+            // A turn finds out, and is the time to say so next time.
+            self.announce_at = Some(now + STARTED_WAIT);
+            return true;
+        }
+        self.announce_at = None;
+        self.connection.release();
+        false
     }
 
     /// Its process was reaped. What is in the pipes now is all that it wrote; what a
@@ -304,6 +347,7 @@ impl Command {
     fn finish(&mut self, last: &GuestExec<'_>) {
         self.connection.send_message(last.encode());
         self.finished = true;
+        self.announce_at = None;
     }
 
     /// Whether the command runs (or has run); tells the host when that becomes known.
@@ -322,8 +366,11 @@ impl Command {
             // Closed by execve, or by a child that was killed before it.
             _ => {
                 let pid = self.pid.as_raw().unsigned_abs();
-                self.connection
-                    .send_message(GuestExec::Started { pid }.encode());
+                let started = GuestExec::Started { pid }.encode();
+                match started {
+                    Ok(frame) if self.announce_at.is_some() => self.connection.hold(&frame),
+                    started => self.connection.send_message(started),
+                }
             }
         }
         self.starting = None;
@@ -515,7 +562,13 @@ fn forward(
             if let Some((head, _)) = scratch.split_first_chunk_mut() {
                 *head = header.encode();
             }
-            connection.send(scratch.get(..FrameHeader::LEN + count).unwrap_or_default());
+            let frame = scratch.get(..FrameHeader::LEN + count).unwrap_or_default();
+            if from.rest.is_some() && count <= SMALL_OUTPUT {
+                // The end is about to be told.
+                connection.hold(frame);
+            } else {
+                connection.send(frame);
+            }
         }
         Err(Errno::EINTR) => {}
         Err(Errno::EAGAIN) => {

@@ -26,6 +26,8 @@ pub(crate) struct Connection {
     /// Cuts what is received into frames.
     pub(crate) decoder: Decoder,
     unsent: Vec<u8>,
+    /// What is unsent waits for more, to leave together with it.
+    held: bool,
     readable: bool,
     writable: bool,
     gone: bool,
@@ -38,6 +40,7 @@ impl Connection {
             fd,
             decoder: Decoder::new(),
             unsent: Vec::new(),
+            held: false,
             readable: true,
             writable: true,
             gone: false,
@@ -64,7 +67,23 @@ impl Connection {
 
     /// Everything sent so far has left, so that one more frame may be made.
     pub(crate) fn is_clear(&self) -> bool {
-        self.unsent.is_empty() && !self.gone
+        (self.unsent.is_empty() || self.held) && !self.gone
+    }
+
+    /// Keeps a small frame until the next one is sent, or until [`release`](Self::release).
+    pub(crate) fn hold(&mut self, frame: &[u8]) {
+        if self.is_clear() {
+            self.unsent.extend_from_slice(frame);
+            self.held = true;
+        } else {
+            self.send(frame);
+        }
+    }
+
+    /// Sends what was held.
+    pub(crate) fn release(&mut self) {
+        self.held = false;
+        self.flush();
     }
 
     /// Sends an encoded frame, keeping what does not leave at once. Callers that
@@ -75,6 +94,9 @@ impl Connection {
         }
         if !self.unsent.is_empty() {
             self.unsent.extend_from_slice(frame);
+            if self.held {
+                self.release();
+            }
             return;
         }
         let sent = self.try_send(frame);
@@ -92,7 +114,7 @@ impl Connection {
 
     /// Sends what was kept, as far as it leaves.
     pub(crate) fn flush(&mut self) {
-        if self.unsent.is_empty() || !self.writable {
+        if self.held || self.unsent.is_empty() || !self.writable {
             return;
         }
         let unsent = std::mem::take(&mut self.unsent);

@@ -18,6 +18,7 @@ mod cgroup;
 mod command;
 mod connection;
 mod control;
+mod cpus;
 mod disk;
 mod etc;
 mod files;

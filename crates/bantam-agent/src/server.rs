@@ -16,7 +16,7 @@ use nix::sys::socket::{SockFlag, VsockAddr, accept4, getpeername};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 
 use crate::cgroup::{Cgroup, CgroupRoot};
-use crate::command::{Command, Detached, Part, SCRATCH_LEN, Turn};
+use crate::command::{Command, Detached, Part, SCRATCH_LEN, Terms, Turn};
 use crate::connection::{Connection, Received};
 use crate::control::{Control, Order};
 use crate::files::{receive_file, send_file};
@@ -398,8 +398,11 @@ impl Server {
             }
             _ => return None,
         };
-        let timeout = request.timeout_ms.map(Duration::from_millis);
-        let detach = request.detach;
+        let terms = Terms {
+            timeout: request.timeout_ms.map(Duration::from_millis),
+            detach: request.detach,
+            lazy_started: request.lazy_started,
+        };
         // Without a cgroup a command still runs; less of it can be killed.
         let group = self.cgroups.as_ref().and_then(|root| root.create(id).ok());
         let child = match start(request, group.as_ref()) {
@@ -411,7 +414,7 @@ impl Server {
                 return None;
             }
         };
-        let mut command = Box::new(Command::new(connection, child, group, timeout, detach));
+        let mut command = Box::new(Command::new(connection, child, group, terms));
         for (part, fd) in command.descriptors() {
             let part = match part {
                 Part::Connection => 0,
@@ -509,11 +512,11 @@ impl Server {
 
     fn time_out(&mut self) {
         let now = Instant::now();
-        for session in self.sessions.values_mut() {
+        for (id, session) in &mut self.sessions {
             if let Session::Command(command) = session
-                && command.deadline().is_some_and(|deadline| deadline <= now)
+                && command.check_time(now)
             {
-                command.time_out();
+                self.due.insert(*id);
             }
         }
         for detached in self.detached.values_mut() {

@@ -31,7 +31,6 @@ pub(crate) fn set_up() -> Result<Option<CgroupRoot>, StepFailed> {
     let closed = guarded | MsFlags::MS_NOEXEC;
     let terminals = MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
     mount_at("proc", "/proc", "proc", closed, "")?;
-    mount_at("sysfs", "/sys", "sysfs", closed, "")?;
     mount_at(
         "devpts",
         "/dev/pts",

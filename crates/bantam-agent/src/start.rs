@@ -31,6 +31,9 @@ pub(crate) struct Child {
     pub(crate) stdout: Option<OwnedFd>,
     /// Its standard error, unless it has a terminal.
     pub(crate) stderr: Option<OwnedFd>,
+    /// The command's own ends of its output pipes. While they are open, its end does not show in the
+    /// pipes, which would wake the agent once more: it learns of that when it reaps the process.
+    pub(crate) writers: [Option<OwnedFd>; 2],
     /// What is needed to explain a failed start.
     pub(crate) attempt: Attempt,
 }
@@ -77,6 +80,7 @@ pub(crate) fn start(request: ExecRequest, cgroup: Option<&Cgroup>) -> Result<Chi
         stdin,
         timeout_ms: _,
         detach,
+        lazy_started: _,
     } = request;
     let command = argv.first().cloned().ok_or_else(|| StartFailed {
         kind: StartFailedKind::Internal,
@@ -145,12 +149,14 @@ pub(crate) fn start(request: ExecRequest, cgroup: Option<&Cgroup>) -> Result<Chi
     let group = cgroup.map(AsFd::as_fd);
     let pid = spawn(&plan, stdio, report_end.as_fd(), group)
         .map_err(|error| internal("a process could not be made", error))?;
+    let (_, stdout_writer, stderr_writer) = ends.theirs;
     Ok(Child {
         pid,
         report,
         stdin: ends.stdin,
         stdout: ends.stdout,
         stderr: ends.stderr,
+        writers: [stdout_writer, stderr_writer],
         attempt: Attempt {
             command,
             programs,

@@ -81,6 +81,9 @@ pub struct ExecRequest {
     /// Let it go once it runs: its standard streams are `/dev/null`, `Started` ends the
     /// stream, and the command lives on, for at most its timeout if it has one.
     pub detach: bool,
+    /// Nobody waits for `Started`: it may come together with what is said next, for which it waits
+    /// some tenths of a second at most.
+    pub lazy_started: bool,
 }
 
 /// A terminal's size in character cells.

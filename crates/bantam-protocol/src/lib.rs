@@ -38,7 +38,7 @@ pub use stats::{DiskUse, GuestStats};
 pub use tree::{ReadTree, TreePlace, TreeSummary, WriteTree};
 
 /// The version both sides must agree on; a change to any message changes it.
-pub const PROTOCOL_VERSION: u32 = 3;
+pub const PROTOCOL_VERSION: u32 = 4;
 
 /// The vsock port on which the host waits for the guest's control stream.
 pub const HOST_CONTROL_PORT: u32 = 1024;

@@ -54,19 +54,22 @@ fn exec_requests() -> impl Strategy<Value = ExecRequest> {
         option::of((any::<u16>(), any::<u16>())),
         any::<bool>(),
         option::of(any::<u64>()),
-        any::<bool>(),
+        any::<(bool, bool)>(),
     )
         .prop_map(
-            |(argv, env, cwd, create_cwd, user, tty, stdin, timeout_ms, detach)| ExecRequest {
-                argv,
-                env,
-                cwd,
-                create_cwd,
-                user,
-                tty: tty.map(|(cols, rows)| Size { cols, rows }),
-                stdin,
-                timeout_ms,
-                detach,
+            |(argv, env, cwd, create_cwd, user, tty, stdin, timeout_ms, (detach, lazy_started))| {
+                ExecRequest {
+                    argv,
+                    env,
+                    cwd,
+                    create_cwd,
+                    user,
+                    tty: tty.map(|(cols, rows)| Size { cols, rows }),
+                    stdin,
+                    timeout_ms,
+                    detach,
+                    lazy_started,
+                }
             },
         )
 }

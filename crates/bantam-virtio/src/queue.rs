@@ -323,16 +323,46 @@ impl ActiveQueue {
     /// Asks for kicks again. True if something became available in the meantime: then no kick will
     /// come for it, and the caller must look again.
     pub fn enable_kicks(&mut self) -> bool {
+        self.enable_kicks_after(0)
+    }
+
+    /// The same, but no kick is wanted for the next `expected` chains: they are served with the one
+    /// behind them. Without RING_EVENT_IDX there are kicks for them, too.
+    pub(crate) fn enable_kicks_after(&mut self, expected: u16) -> bool {
         if self.broken {
             return false;
         }
-        match self.queue.enable_notification(&*self.memory) {
+        let enabled = if expected > 0 && self.queue.event_idx_enabled() {
+            self.want_kick_after(expected)
+        } else {
+            let enabled = self.queue.enable_notification(&*self.memory);
+            enabled.map_err(|error| error.to_string())
+        };
+        match enabled {
             Ok(more) => more,
             Err(error) => {
                 self.mark_broken(&error);
                 false
             }
         }
+    }
+
+    /// Writes `avail_event` (virtio 1.3 §2.7.10), then looks whether it is too late for a kick.
+    fn want_kick_after(&self, expected: u16) -> Result<bool, String> {
+        let event = self.queue.next_avail().wrapping_add(expected);
+        let at = self.queue.used_ring() + 4 + 8 * u64::from(self.queue.size());
+        let index = GuestAddress(self.queue.avail_ring() + 2);
+        self.memory
+            .store(event.to_le(), GuestAddress(at), Ordering::Relaxed)
+            .map_err(|error| error.to_string())?;
+        // The driver publishes its index, then reads the event.
+        fence(Ordering::SeqCst);
+        let index: u16 = self
+            .memory
+            .load(index, Ordering::Acquire)
+            .map_err(|error| error.to_string())?;
+        let available = u16::from_le(index).wrapping_sub(self.queue.next_avail());
+        Ok(available > expected)
     }
 
     /// Stops this queue and tells the driver that the device needs a reset.

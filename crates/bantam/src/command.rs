@@ -122,7 +122,7 @@ impl Exec {
     /// [`Error::Start`] if it cannot be started, [`Error::MachineDied`] if the machine ends
     /// before the command does. A command that fails or times out is no error.
     pub fn output(self) -> Result<Output, Error> {
-        self.start()?.output()
+        self.launch(true)?.output()
     }
 
     /// Runs the command and passes on what it writes as it comes, in bounded memory. A writer
@@ -132,7 +132,7 @@ impl Exec {
     /// As [`Exec::output`]; and [`Error::Io`] if a writer fails, in which case the command is
     /// killed.
     pub fn pipe(self, stdout: &mut dyn Write, stderr: &mut dyn Write) -> Result<Finished, Error> {
-        self.start()?.pipe(stdout, stderr)
+        self.launch(true)?.pipe(stdout, stderr)
     }
 
     /// Starts the command. Its output waits in the guest until [`Running::pipe`] or [`Running::output`]
@@ -140,11 +140,19 @@ impl Exec {
     ///
     /// # Errors
     /// As [`Exec::output`].
-    pub fn start(mut self) -> Result<Running, Error> {
+    pub fn start(self) -> Result<Running, Error> {
+        self.launch(false)
+    }
+
+    /// With `lazy`, a command that nobody writes to may not have started when this returns.
+    fn launch(mut self, lazy: bool) -> Result<Running, Error> {
         let input = std::mem::replace(&mut self.input, Input::Null);
         let has_input = matches!(input, Input::Reader(_));
         let max_output = self.max_output;
-        let started = self.begin(has_input)?;
+        let mut request = self.request(has_input)?;
+        request.lazy_started = lazy && !has_input && self.tty.is_none();
+        let command = self.name();
+        let started = Started::start(self.machine, request, self.timeout, command)?;
         if let Input::Reader(reader) = input {
             started.feed(reader)?;
         }
@@ -239,6 +247,7 @@ impl Exec {
                     .max(1)
             }),
             detach: false,
+            lazy_started: false,
         })
     }
 }

@@ -140,7 +140,7 @@ fn lock(control: &Mutex<Control>) -> MutexGuard<'_, Control> {
 
 impl Host for Local {
     fn connect_exec(&self) -> io::Result<UnixStream> {
-        self.vm.vsock().connect(GUEST_EXEC_PORT)
+        self.vm.vsock().connect_on_write(GUEST_EXEC_PORT)
     }
 
     fn ended(&self, patience: Duration) -> Option<Ended> {

@@ -24,7 +24,9 @@ pub(crate) struct Started {
     receiver: FrameReceiver,
     /// When the guest must have reported a timeout.
     deadline: Option<Instant>,
-    pid: u32,
+    timeout: Option<Duration>,
+    /// Present once the command is known to run.
+    pid: Option<u32>,
     command: String,
     /// Why standard input could not be read to its end.
     input_error: Arc<Mutex<Option<io::Error>>>,
@@ -36,6 +38,7 @@ enum Answer {
 }
 
 enum Step {
+    Answer(Answer),
     Wrote(io::Result<()>),
     Input,
     Exit(Exit),
@@ -47,7 +50,8 @@ enum Event<T> {
 }
 
 impl Started {
-    /// Sends the request and waits until the command runs.
+    /// Sends the request and waits until the command runs; not so if the request says that
+    /// nobody waits for that.
     pub(crate) fn start(
         machine: Arc<Inner>,
         request: ExecRequest,
@@ -59,13 +63,15 @@ impl Started {
             Some(timeout) => timeout.saturating_add(GRACE).min(REQUEST_LIMIT),
             None => REQUEST_LIMIT,
         };
+        let lazy = request.lazy_started;
         let (sender, receiver) = wire::split(machine.connect_exec()?, STDIN_WINDOW)?;
         let mut started = Self {
             machine,
             sender,
             receiver,
             deadline: begun.checked_add(limit),
-            pid: 0,
+            timeout,
+            pid: None,
             command,
             input_error: Arc::default(),
         };
@@ -79,26 +85,38 @@ impl Started {
                 }
                 _ => started.gone(),
             })?;
+        if lazy {
+            return Ok(started);
+        }
         let answer = started.next(|message| match message {
             GuestExec::Started { pid } => Ok(Answer::Started(pid)),
             GuestExec::StartFailed(failure) => Ok(Answer::Failed(failure)),
             _ => Err("a message before the command was started".to_owned()),
         })?;
         match answer {
-            Event::Frame(Answer::Started(pid)) => started.pid = pid,
-            Event::Frame(Answer::Failed(failure)) => {
-                return Err(Error::Start {
-                    command: started.command.clone(),
-                    kind: failure.kind,
-                    message: failure.message,
-                });
-            }
+            Event::Frame(answer) => started.take_answer(answer)?,
             Event::TimedOut => return Err(started.silent()),
         }
-        started.deadline = timeout
-            .and_then(|timeout| timeout.checked_add(GRACE))
-            .and_then(|all| Instant::now().checked_add(all));
         Ok(started)
+    }
+
+    /// Notes that the command runs, or says why it does not.
+    fn take_answer(&mut self, answer: Answer) -> Result<(), Error> {
+        match answer {
+            Answer::Started(pid) => {
+                self.pid = Some(pid);
+                self.deadline = self
+                    .timeout
+                    .and_then(|timeout| timeout.checked_add(GRACE))
+                    .and_then(|all| Instant::now().checked_add(all));
+                Ok(())
+            }
+            Answer::Failed(failure) => Err(Error::Start {
+                command: self.command.clone(),
+                kind: failure.kind,
+                message: failure.message,
+            }),
+        }
     }
 
     pub(crate) fn sender(&self) -> FrameSender {
@@ -106,7 +124,7 @@ impl Started {
     }
 
     pub(crate) fn pid(&self) -> u32 {
-        self.pid
+        self.pid.unwrap_or(0)
     }
 
     pub(crate) fn deadline(&self) -> Option<Instant> {
@@ -146,9 +164,17 @@ impl Started {
         let sender = self.sender();
         loop {
             let mut writing = Duration::ZERO;
+            let running = self.pid.is_some();
             let event = self.next(|message| {
                 let begun = Instant::now();
                 let step = match message {
+                    GuestExec::Started { pid } if !running => Step::Answer(Answer::Started(pid)),
+                    GuestExec::StartFailed(failure) if !running => {
+                        Step::Answer(Answer::Failed(failure))
+                    }
+                    _ if !running => {
+                        return Err("a message before the command was started".to_owned());
+                    }
                     GuestExec::Stdout(bytes) => {
                         timeline.mark(Phase::FirstOutput);
                         finished.stdout_bytes += bytes.len() as u64;
@@ -181,12 +207,14 @@ impl Started {
                 Event::Frame(Step::Wrote(result)) => {
                     result.map_err(Error::io("cannot pass on the command's output"))?;
                 }
+                Event::Frame(Step::Answer(answer)) => self.take_answer(answer)?,
                 Event::Frame(Step::Input) => {}
                 Event::Frame(Step::Exit(exit)) => {
                     timeline.mark(Phase::CommandExit);
                     finished.status = exit.into();
                     return self.finish(finished);
                 }
+                Event::TimedOut if self.pid.is_none() => return Err(self.silent()),
                 Event::TimedOut => {
                     // The guest should have killed it long ago; it will when we hang up.
                     timeline.mark(Phase::CommandExit);

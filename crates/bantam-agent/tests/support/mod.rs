@@ -99,15 +99,20 @@ impl Agent {
 
     /// The most memory the agent ever used, in KiB.
     pub(crate) fn peak_memory_kib(&self) -> u64 {
+        self.status("VmHWM:")
+    }
+
+    /// How often the agent had nothing to do.
+    pub(crate) fn times_slept(&self) -> u64 {
+        self.status("voluntary_ctxt_switches:")
+    }
+
+    fn status(&self, field: &str) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()));
         let status = status.unwrap();
-        let line = status.lines().find(|line| line.starts_with("VmHWM:"));
-        line.unwrap()
-            .split_whitespace()
-            .nth(1)
-            .unwrap()
-            .parse()
-            .unwrap()
+        let value = status.lines().find_map(|line| line.strip_prefix(field));
+        let mut words = value.unwrap().split_whitespace();
+        words.next().unwrap().parse().unwrap()
     }
 
     /// Descriptors the agent has open.

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use virtio_bindings::virtio_net::VIRTIO_NET_F_MRG_RXBUF;
 
@@ -15,6 +15,12 @@ use crate::{ActiveQueue, Chain, Error, GuestRam, Result, features};
 
 /// Frames in each direction between two looks at the stop signal.
 const BATCH: usize = 64;
+/// For how long the driver may be left unaware that frames of its are gone. It only frees their
+/// memory then, which it also does when it sends the next or receives one; so mostly the time goes by
+/// and it no longer wants an interrupt.
+const UNTOLD: Duration = Duration::from_millis(1);
+/// Of how many at most: a socket in the guest may wait for the memory.
+const MOST_UNTOLD: usize = 32;
 
 const STOP: u64 = 0;
 const RX_KICK: u64 = 1;
@@ -73,6 +79,7 @@ pub(super) fn run(
         ready.clear();
         poller.wait(&mut ready, wait)?;
         if stop.requested() {
+            port.transmitter.queue.notify();
             port.receiver.finish();
             return Ok(());
         }
@@ -107,8 +114,9 @@ impl Port<'_> {
         let mut more = tx.serve(self.backend);
         let wait = self.backend.run();
         more |= rx.serve(self.backend);
-        tx.queue.notify();
         rx.queue.notify();
+        let told = tx.tell();
+        let wait = [wait, told].into_iter().flatten().min();
         if more {
             return Some(Duration::ZERO);
         }
@@ -129,6 +137,10 @@ struct Transmitter {
     header_len: usize,
     /// A header and a frame: a copy, as the guest may write to its own while we look.
     buffer: Vec<u8>,
+    /// Frames that are gone without the driver having been told.
+    untold: usize,
+    /// When the first of them went.
+    since: Option<Instant>,
 }
 
 impl Transmitter {
@@ -139,6 +151,8 @@ impl Transmitter {
             queue,
             header_len,
             buffer: vec![0; header_len + MAX_FRAME as usize],
+            untold: 0,
+            since: None,
         }
     }
 
@@ -152,8 +166,24 @@ impl Transmitter {
                 backend.receive(frame, &header);
             }
             self.queue.push_used(chain, 0);
+            self.untold += 1;
         }
         true
+    }
+
+    /// Tells the driver that frames are gone, if it is time to. Gives the time until it is.
+    fn tell(&mut self) -> Option<Duration> {
+        if self.untold == 0 {
+            return None;
+        }
+        let passed = self.since.get_or_insert_with(Instant::now).elapsed();
+        if self.untold < MOST_UNTOLD && passed < UNTOLD {
+            return Some(UNTOLD - passed);
+        }
+        self.queue.notify();
+        self.untold = 0;
+        self.since = None;
+        None
     }
 
     /// The frame in `chain`, unless it is too short or too long or its header makes no sense.

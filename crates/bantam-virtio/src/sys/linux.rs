@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
@@ -59,6 +60,12 @@ impl Interest {
         edge: false,
     };
 
+    /// Something to read, told once.
+    pub(crate) const EDGE: Interest = Interest {
+        edge: true,
+        ..Interest::READ
+    };
+
     fn flags(self) -> epoll::EventFlags {
         let mut flags = epoll::EventFlags::empty();
         if self.readable {
@@ -87,21 +94,35 @@ pub(crate) struct Readiness {
 /// Readiness of a set of descriptors. A descriptor leaves the set when removed or
 /// when its last copy is closed.
 pub(crate) struct Poller {
-    epoll: OwnedFd,
+    epoll: Arc<OwnedFd>,
     events: Vec<epoll::Event>,
+}
+
+/// Adds descriptors to a [`Poller`]'s set from other threads, also while it waits.
+#[derive(Clone)]
+pub(crate) struct Watcher(Arc<OwnedFd>);
+
+impl Watcher {
+    pub(crate) fn add(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
+        let data = epoll::EventData::new_u64(token);
+        Ok(epoll::add(&self.0, fd, data, interest.flags())?)
+    }
 }
 
 impl Poller {
     pub(crate) fn new() -> io::Result<Poller> {
         Ok(Poller {
-            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            epoll: Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?),
             events: Vec::with_capacity(64),
         })
     }
 
+    pub(crate) fn watcher(&self) -> Watcher {
+        Watcher(Arc::clone(&self.epoll))
+    }
+
     pub(crate) fn add(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
-        let data = epoll::EventData::new_u64(token);
-        Ok(epoll::add(&self.epoll, fd, data, interest.flags())?)
+        self.watcher().add(fd, token, interest)
     }
 
     pub(crate) fn modify(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {

@@ -7,13 +7,15 @@ use std::os::unix::net::UnixStream;
 
 use vm_memory::VolatileSlice;
 
-use super::BUF_ALLOC;
 use super::packet::{Header, TYPE_STREAM, op, shutdown};
+use super::{BUF_ALLOC, EARLY_DATA};
 use crate::sys::{self, Interest};
 
 /// Where a connection is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
+    /// The guest is asked once the host has written something.
+    Silent,
     /// The host asked; the guest has not answered.
     Connecting,
     /// Both ends agreed.
@@ -68,6 +70,8 @@ pub(super) struct Connection {
     /// Bytes of the guest that the stream had no room for; at most [`BUF_ALLOC`].
     to_host: VecDeque<u8>,
     owed: Owed,
+    /// Bytes may go out behind the request, before the guest has answered.
+    early: bool,
     /// The stream may have bytes, or its end, to read.
     pub(super) readable: bool,
     /// Nobody holds the other end of the stream.
@@ -84,6 +88,35 @@ impl Connection {
         let mut connection = Connection::new(host_port, guest_port, stream, Phase::Connecting);
         connection.owed.request = true;
         connection
+    }
+
+    /// The same, but not before [`begin`](Self::begin).
+    pub(super) fn to_guest_on_write(
+        host_port: u32,
+        guest_port: u32,
+        stream: UnixStream,
+    ) -> Connection {
+        let mut connection = Connection::new(host_port, guest_port, stream, Phase::Silent);
+        connection.early = true;
+        connection
+    }
+
+    /// The host has written: the guest is asked, if it was not.
+    pub(super) fn begin(&mut self) {
+        if self.state.phase == Phase::Silent {
+            self.state.phase = Phase::Connecting;
+            self.owed.request = true;
+        }
+    }
+
+    /// The poller tells about its stream before the guest has answered.
+    pub(super) fn is_watched(&self) -> bool {
+        self.early
+    }
+
+    /// Whether the guest's answer to the request changes nothing by itself.
+    pub(super) fn needs_no_answer(&self) -> bool {
+        self.state.phase == Phase::Connecting && self.early && !self.readable
     }
 
     /// A connection that the guest asked for, with `request`.
@@ -113,6 +146,7 @@ impl Connection {
             stream,
             to_host: VecDeque::new(),
             owed: Owed::default(),
+            early: false,
             readable: false,
             hung_up: false,
             in_line: false,
@@ -145,8 +179,9 @@ impl Connection {
             return Err(Violation("a response that nobody waits for"));
         }
         self.state.phase = Phase::Open;
-        // The host writes without waiting, so there is something by now, as a rule.
-        self.readable = true;
+        // Where the stream was not watched, there is something by now, as a rule: the host writes
+        // without waiting.
+        self.readable |= !self.early;
         Ok(())
     }
 
@@ -158,6 +193,9 @@ impl Connection {
 
     /// Bytes that the guest has room for.
     pub(super) fn credit(&self) -> u32 {
+        if self.state.phase == Phase::Connecting {
+            return EARLY_DATA.saturating_sub(self.state.sent);
+        }
         let in_flight = self.state.sent.wrapping_sub(self.state.peer_fwd_cnt);
         self.state.peer_buf_alloc.saturating_sub(in_flight)
     }
@@ -323,8 +361,13 @@ impl Connection {
 
     /// Whether the host wrote something that the guest has room for.
     pub(super) fn has_sendable_data(&self) -> bool {
+        let may_send = match self.state.phase {
+            Phase::Open => true,
+            Phase::Connecting => self.early && !self.owed.request,
+            Phase::Silent | Phase::Draining => false,
+        };
         self.readable
-            && self.state.phase == Phase::Open
+            && may_send
             && self.state.host_shutdown & shutdown::SEND == 0
             && !self.owed.response
             && self.credit() > 0

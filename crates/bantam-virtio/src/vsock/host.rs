@@ -3,31 +3,41 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{BACKLOG, MAX_CONNECTIONS};
-use crate::sys::{self, EventFd};
+use crate::sys::{self, EventFd, Interest, Watcher};
 
 /// What the muxer and the host's callers share.
 pub(super) struct Shared {
     state: Mutex<State>,
     /// Wakes the muxer when there is a connection to open.
     wake: EventFd,
+    /// Tells connections apart, and events about their streams.
+    next_id: AtomicU64,
 }
 
 #[derive(Default)]
 struct State {
     connects: VecDeque<Connect>,
     listeners: HashMap<u32, Arc<Backlog>>,
+    /// Watches streams for the muxer, while there is one.
+    watcher: Option<Watcher>,
     /// The device is gone for good.
     closed: bool,
 }
 
 /// A connection to open.
 pub(super) struct Connect {
+    pub(super) id: u64,
     pub(super) guest_port: u32,
     pub(super) stream: UnixStream,
+    /// Not before the host has written something.
+    pub(super) on_write: bool,
+    /// The muxer's poller tells about its stream.
+    pub(super) watched: bool,
 }
 
 /// Accepted connections that nobody took yet.
@@ -48,7 +58,27 @@ impl Shared {
         Ok(Shared {
             state: Mutex::default(),
             wake: sys::event_fd()?,
+            next_id: AtomicU64::new(0),
         })
+    }
+
+    /// A number that no other connection has.
+    pub(super) fn next_id(&self) -> u64 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// A muxer begins to serve; `watcher` is its poller's.
+    pub(super) fn attach(&self, watcher: Watcher) {
+        self.lock().watcher = Some(watcher);
+    }
+
+    /// It ends. What it has not taken waits for the next one.
+    pub(super) fn detach(&self) {
+        let mut state = self.lock();
+        state.watcher = None;
+        for connect in &mut state.connects {
+            connect.watched = false;
+        }
     }
 
     pub(super) fn wake(&self) -> &EventFd {
@@ -127,9 +157,24 @@ impl Vsock {
     /// `BrokenPipe` when the device is gone, `QuotaExceeded` when [`MAX_CONNECTIONS`] wait for a
     /// guest that does not run, and the host's errors of making a socket pair.
     pub fn connect(&self, port: u32) -> io::Result<UnixStream> {
+        self.open(port, false)
+    }
+
+    /// The same, for a port where the host speaks first: the guest hears of the connection together
+    /// with the first bytes that are written. That saves both sides a wake-up. The listener in the
+    /// guest must have room for [`EARLY_DATA`](super::EARLY_DATA) bytes of a connection that it has
+    /// not accepted yet; Linux has.
+    ///
+    /// # Errors
+    /// As [`Vsock::connect`].
+    pub fn connect_on_write(&self, port: u32) -> io::Result<UnixStream> {
+        self.open(port, true)
+    }
+
+    fn open(&self, port: u32, on_write: bool) -> io::Result<UnixStream> {
         let (ours, theirs) = UnixStream::pair()?;
         theirs.set_nonblocking(true)?;
-        {
+        let wake = {
             let mut state = self.shared.lock();
             if state.closed {
                 return Err(gone());
@@ -137,12 +182,30 @@ impl Vsock {
             if state.connects.len() >= MAX_CONNECTIONS {
                 return Err(io::ErrorKind::QuotaExceeded.into());
             }
+            let id = self.shared.next_id();
+            // Watched from here, with nothing to read yet, it does not wake the muxer; what is
+            // written does. The muxer looks into the queue when it is told of a stream that it does
+            // not know, and for that waits for this lock.
+            let watcher = state.watcher.as_ref().filter(|_| on_write);
+            let watched = match watcher {
+                Some(watcher) => {
+                    watcher.add(&theirs, id, Interest::EDGE)?;
+                    true
+                }
+                None => false,
+            };
             state.connects.push_back(Connect {
+                id,
                 guest_port: port,
                 stream: theirs,
+                on_write,
+                watched,
             });
+            !watched
+        };
+        if wake {
+            self.shared.wake.write(1)?;
         }
-        self.shared.wake.write(1)?;
         Ok(ours)
     }
 

@@ -25,6 +25,9 @@ pub const HOST_CID: u64 = 2;
 /// Bytes of guest data held for a connection whose host side does not read: what the guest is told
 /// as `buf_alloc`.
 pub const BUF_ALLOC: u32 = 256 << 10;
+/// Most bytes that are sent to the guest with a connection's request, before it has said how much room
+/// it has ([`Vsock::connect_on_write`]).
+pub const EARLY_DATA: u32 = 16 << 10;
 /// Connections at a time, those still delivering their last bytes included. The guest's requests
 /// beyond are reset.
 pub const MAX_CONNECTIONS: usize = 512;

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use super::connection::{Connection, Phase, Violation};
 use super::drain;
-use super::host::Shared;
+use super::host::{Connect, Shared};
 use super::packet::{HEADER_LEN, Header, TYPE_STREAM, op};
 use super::{HOST_CID, MAX_CONNECTIONS, NAME};
 use crate::sys::{self, Interest, Poller};
@@ -68,6 +68,14 @@ impl Rings {
 /// Serves `rings` until stopped.
 pub(super) fn run(stop: &Stop, rings: Rings, shared: &Shared, guest_cid: u64) -> io::Result<()> {
     let mut muxer = Muxer::new(rings, shared, guest_cid)?;
+    shared.attach(muxer.poller.watcher());
+    let result = serve(stop, &mut muxer);
+    shared.detach();
+    muxer.finish();
+    result
+}
+
+fn serve(stop: &Stop, muxer: &mut Muxer<'_>) -> io::Result<()> {
     muxer
         .poller
         .add(sys::event_as_fd(stop.event()), STOP, Interest::READ)?;
@@ -79,14 +87,13 @@ pub(super) fn run(stop: &Stop, rings: Rings, shared: &Shared, guest_cid: u64) ->
         let timeout = more.then_some(Duration::ZERO);
         muxer.poller.wait(&mut ready, timeout)?;
         if stop.requested() {
-            muxer.finish();
             return Ok(());
         }
         for event in &ready {
             match event.token {
                 STOP => {}
                 WAKE => {
-                    sys::drain(shared.wake())?;
+                    sys::drain(muxer.shared.wake())?;
                     muxer.open_connections();
                 }
                 RX_KICK => muxer.kicked(RX_KICK, event.hung_up)?,
@@ -113,7 +120,8 @@ struct Muxer<'a> {
     line: VecDeque<u64>,
     /// Resets for the guest that belong to no connection (any more).
     replies: VecDeque<Header>,
-    next_id: u64,
+    /// Connections that the guest was asked for and has not answered.
+    asked: Vec<u64>,
     next_port: u32,
     /// There was something for the guest and no receive buffer for it.
     starved: bool,
@@ -138,7 +146,7 @@ impl<'a> Muxer<'a> {
             by_ports: HashMap::new(),
             line: VecDeque::new(),
             replies: VecDeque::new(),
-            next_id: 0,
+            asked: Vec::new(),
             next_port: FIRST_EPHEMERAL_PORT,
             starved: false,
         })
@@ -157,9 +165,20 @@ impl<'a> Muxer<'a> {
         }
         // Without room for answers the transmit ring waits for receive buffers; with news for the
         // guest and no buffer, a kick of the receive ring is wanted, and not otherwise.
-        let tx_more = self.may_reply() && self.tx.enable_kicks();
+        let tx_more = self.may_reply() && self.tx.enable_kicks_after(self.expected());
         let rx_more = self.starved && self.rx.enable_kicks();
         tx_more || rx_more
+    }
+
+    /// Packets of the guest that will come and that nobody need be woken for: an answer to a request
+    /// that has gone out with all there was to send. It is seen together with the next packet.
+    fn expected(&self) -> u16 {
+        let waits = |id| {
+            self.connections
+                .get(id)
+                .is_some_and(Connection::needs_no_answer)
+        };
+        u16::from(!self.asked.is_empty() && self.asked.iter().all(waits))
     }
 
     /// The device stops: what the guest sent so far still goes to the host.
@@ -191,6 +210,9 @@ impl<'a> Muxer<'a> {
 
     /// A host's stream changed.
     fn stream_ready(&mut self, id: u64, event: &sys::Readiness) -> io::Result<()> {
+        if !self.connections.contains_key(&id) {
+            self.open_connections();
+        }
         let Some(connection) = self.connections.get_mut(&id) else {
             return Ok(());
         };
@@ -200,6 +222,9 @@ impl<'a> Muxer<'a> {
                 let interest = connection.interest();
                 self.poller.modify(connection.stream(), id, interest)?;
             }
+        }
+        if event.readable || event.hung_up {
+            connection.begin();
         }
         if event.readable {
             connection.readable = true;
@@ -222,9 +247,27 @@ impl<'a> Muxer<'a> {
                 continue;
             }
             let host_port = self.free_port(connect.guest_port);
-            let connection = Connection::to_guest(host_port, connect.guest_port, connect.stream);
-            // Its stream is watched from when the guest accepts: until then a wake-up is wasted.
-            self.insert(connection);
+            let Connect {
+                id,
+                guest_port,
+                stream,
+                on_write,
+                watched,
+            } = connect;
+            let connection = if on_write {
+                Connection::to_guest_on_write(host_port, guest_port, stream)
+            } else {
+                // Its stream is watched from when the guest accepts: until then a wake-up is wasted.
+                Connection::to_guest(host_port, guest_port, stream)
+            };
+            if on_write && !watched {
+                let interest = connection.interest();
+                if let Err(error) = self.poller.add(connection.stream(), id, interest) {
+                    tracing::error!(%error, "watching a vsock stream");
+                    continue;
+                }
+            }
+            self.insert(id, connection);
         }
     }
 
@@ -239,9 +282,7 @@ impl<'a> Muxer<'a> {
         }
     }
 
-    fn insert(&mut self, connection: Connection) {
-        let id = self.next_id;
-        self.next_id += 1;
+    fn insert(&mut self, id: u64, connection: Connection) {
         let ports = (connection.state.host_port, connection.state.guest_port);
         self.connections.insert(id, connection);
         self.by_ports.insert(ports, id);
@@ -269,6 +310,7 @@ impl<'a> Muxer<'a> {
         if let Some(connection) = self.connections.get_mut(&id) {
             let ports = (connection.state.host_port, connection.state.guest_port);
             self.by_ports.remove(&ports);
+            self.asked.retain(|&asked| asked != id);
             if std::mem::take(&mut connection.in_line) {
                 // A guest without receive buffers would make the line grow without end.
                 self.line.retain(|&waiting| waiting != id);
@@ -333,7 +375,10 @@ impl<'a> Muxer<'a> {
             return;
         };
         connection.take_credit(header);
+        // Whatever this is, it is what the guest was expected to say.
+        self.asked.retain(|&asked| asked != id);
         let outcome = match header.op {
+            op::RESPONSE if connection.is_watched() => connection.accepted(),
             op::RESPONSE => connection.accepted().and_then(|()| {
                 let interest = connection.interest();
                 let added = self.poller.add(connection.stream(), id, interest);
@@ -413,10 +458,9 @@ impl<'a> Muxer<'a> {
             return Err(io::ErrorKind::ConnectionRefused.into());
         }
         let connection = Connection::from_guest(header, ours);
-        let interest = connection.interest();
-        self.poller
-            .add(connection.stream(), self.next_id, interest)?;
-        self.insert(connection);
+        let (id, interest) = (self.shared.next_id(), connection.interest());
+        self.poller.add(connection.stream(), id, interest)?;
+        self.insert(id, connection);
         Ok(())
     }
 
@@ -498,7 +542,12 @@ impl<'a> Muxer<'a> {
             Some(connection.header(guest_cid, op, flags, 0))
         });
         match packet {
-            Some(header) => self.send(chain, &header),
+            Some(header) => {
+                if header.op == op::REQUEST {
+                    self.asked.push(id);
+                }
+                self.send(chain, &header);
+            }
             None => self.rx.undo_pop(chain),
         }
     }

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use bantam_virtio::testing::{PATIENCE, Transport};
-use bantam_virtio::vsock::{BACKLOG, BUF_ALLOC, MAX_CONNECTIONS};
+use bantam_virtio::vsock::{BACKLOG, BUF_ALLOC, EARLY_DATA, MAX_CONNECTIONS};
 
 use crate::vsock_driver::{
     CREDIT_REQUEST, CREDIT_UPDATE, Driver, Packet, REQUEST, RESPONSE, RST, RW, SHUTDOWN,
@@ -460,4 +460,66 @@ fn what_the_guest_had_sent_when_it_was_reset_still_arrives() {
     driver.guest.rings[1].add(&[buffer]);
     driver.guest.reset();
     assert_eq!(read_to_end(&mut stream), b"last line\n");
+}
+
+#[test]
+fn a_request_goes_out_with_the_first_bytes_and_not_before() {
+    for &transport in Transport::ALL {
+        let mut driver = Driver::ready(transport);
+        let mut stream = driver.vsock.connect_on_write(1025).unwrap();
+        // Nothing of it is seen while another connection comes and goes.
+        let other = driver.vsock.connect(7).unwrap();
+        let request = driver.expect(REQUEST);
+        assert_eq!(request.guest_port, 7);
+        driver.send(&Packet::new(RST, 7, request.host_port));
+        drop(other);
+
+        stream.write_all(b"the request").unwrap();
+        let request = driver.expect(REQUEST);
+        assert_eq!(request.guest_port, 1025);
+        // Without the guest's answer.
+        assert_eq!(driver.expect(RW).data, b"the request");
+        driver.send(&Packet::new(RESPONSE, 1025, request.host_port));
+        driver.send(&Packet::new(RW, 1025, request.host_port).data(b"an answer"));
+        let mut answer = [0; 9];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"an answer");
+    }
+}
+
+#[test]
+fn no_more_than_the_early_bytes_go_out_before_the_guest_has_answered() {
+    let mut driver = Driver::ready(Transport::Direct);
+    let mut stream = driver.vsock.connect_on_write(1025).unwrap();
+    let bytes: Vec<u8> = (0..EARLY_DATA + 5000).map(|n| n as u8).collect();
+    stream.write_all(&bytes).unwrap();
+    let request = driver.expect(REQUEST);
+    let early = driver.expect_data(EARLY_DATA as usize);
+    assert!(driver.receive_for(Duration::from_millis(50)).is_none());
+    driver.send(&Packet::new(RESPONSE, 1025, request.host_port));
+    let late = driver.expect_data(5000);
+    assert_eq!([early, late].concat(), bytes);
+}
+
+#[test]
+fn a_connection_that_was_never_written_to_ends_like_any_other() {
+    let mut driver = Driver::ready(Transport::Direct);
+    drop(driver.vsock.connect_on_write(1025).unwrap());
+    let request = driver.expect(REQUEST);
+    driver.send(&Packet::new(RESPONSE, 1025, request.host_port));
+    assert_eq!(driver.expect(SHUTDOWN).flags, 3);
+}
+
+#[test]
+fn a_refused_connection_with_early_bytes_is_at_its_end() {
+    let mut driver = Driver::ready(Transport::Direct);
+    let mut stream = driver.vsock.connect_on_write(1025).unwrap();
+    stream.write_all(b"hello?").unwrap();
+    let request = driver.expect(REQUEST);
+    driver.expect(RW);
+    driver.send(&Packet::new(RST, 1025, request.host_port));
+    driver.send(&Packet::new(RST, 1025, request.host_port));
+    let mut rest = Vec::new();
+    stream.read_to_end(&mut rest).unwrap();
+    assert!(rest.is_empty());
 }
