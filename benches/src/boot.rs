@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::counts::Symbols;
+use crate::peers;
 use crate::program::{self, Bench};
-use crate::report::{Profile, Report};
+use crate::report::{Profile, Report, median_of};
 use crate::{Error, Progress};
 
 const PLUGIN: &str = include_str!("../plugin/bootcount.c");
@@ -32,7 +33,7 @@ pub(crate) fn instructions(
     let plugin = build_plugin(temp.path())?;
     let counts = temp.path().join("counts");
     let wrapper = wrapper(temp.path(), &plugin, &counts)?;
-    let (mut to_hello, mut to_output) = (Vec::new(), Vec::new());
+    let (mut to_hello, mut to_output, mut all) = (Vec::new(), Vec::new(), Vec::new());
     for run in 1..=runs {
         progress.say(&format!("boot instructions, {vcpus} vCPU: {run}/{runs}"));
         symbols.create(&counts, vcpus)?;
@@ -40,18 +41,18 @@ pub(crate) fn instructions(
         command.env("BANTAM_QEMU", &wrapper);
         program::succeed(&mut command)?;
         let boot = symbols.boot(&counts, vcpus)?;
+        all.push(worked(&boot.to_hello) + worked(&boot.to_output));
         to_hello.push(boot.to_hello);
         to_output.push(boot.to_output);
     }
     let engine = bench.engine.name();
-    for (name, mut profiles) in [
+    for (name, profiles) in [
         ("boot instructions", to_hello),
         ("instructions from hello to first output", to_output),
     ] {
         let name = format!("{name}, {vcpus} vCPU");
         let totals = profiles.iter().map(|p| p.total as f64).collect();
-        let worked = |p: &Profile| (p.total - p.waits) as f64;
-        let without_waits = profiles.iter().map(worked).collect();
+        let without_waits = profiles.iter().map(worked).collect::<Vec<_>>();
         report.add(&name, engine, "instructions", totals);
         report.add(
             format!("{name}, without waits"),
@@ -59,14 +60,55 @@ pub(crate) fn instructions(
             "instructions",
             without_waits,
         );
-        // The profile of the median run, as one example that really happened.
-        profiles.sort_by_key(|profile| profile.total);
-        let median = profiles.into_iter().nth(runs.saturating_sub(1) / 2);
         report
             .profiles
-            .extend(median.map(|profile| Profile { name, ..profile }));
+            .extend(median_of(profiles).map(|profile| Profile {
+                name,
+                engine,
+                ..profile
+            }));
+    }
+    if vcpus > 1 {
+        return Ok(());
+    }
+    report.add(TO_OUTPUT, engine, "instructions", all);
+    match microvm(bench, &symbols, &plugin, &counts, runs, progress) {
+        Ok(values) => report.add_peer(peers::QEMU, TO_OUTPUT, engine, "instructions", values),
+        Err(error) => report.skip(format!("{TO_OUTPUT}, {}", peers::QEMU), error.to_string()),
     }
     Ok(())
+}
+
+const TO_OUTPUT: &str = "instructions from start to first output, 1 vCPU, without waits";
+
+/// What is counted less what only waits.
+fn worked(profile: &Profile) -> f64 {
+    let waits: u64 = profile.waits.iter().map(|wait| wait.count).sum();
+    profile.total.saturating_sub(waits) as f64
+}
+
+/// The same kernel and command in QEMU's own microvm.
+fn microvm(
+    bench: &Bench,
+    symbols: &Symbols,
+    plugin: &Path,
+    counts: &Path,
+    runs: usize,
+    progress: Progress,
+) -> Result<Vec<f64>, Error> {
+    let peer = peers::Microvm::new(bench)?;
+    (1..=runs)
+        .map(|run| {
+            progress.say(&format!("boot instructions, {}: {run}/{runs}", peers::QEMU));
+            symbols.create(counts, 1)?;
+            let mut command = peer.command();
+            command
+                .arg("-plugin")
+                .arg(format!("{},counts={}", plugin.display(), counts.display()));
+            peers::first_byte(&mut command)?;
+            Ok(worked(&symbols.printed(counts)?))
+        })
+        .collect()
 }
 
 fn build_plugin(dir: &Path) -> Result<PathBuf, Error> {
@@ -82,6 +124,9 @@ fn build_plugin(dir: &Path) -> Result<PathBuf, Error> {
 
 /// A program that is QEMU with the plugin. The engine starts it with an empty environment, so
 /// everything stands in it.
+///
+/// All vCPUs share one of QEMU's threads: one that spins until another gets somewhere then gives its
+/// turn away, where on threads of their own it would count how busy the host is.
 fn wrapper(dir: &Path, plugin: &Path, counts: &Path) -> Result<PathBuf, Error> {
     let qemu = match std::env::var_os("BANTAM_QEMU") {
         Some(path) => PathBuf::from(path),
@@ -89,7 +134,8 @@ fn wrapper(dir: &Path, plugin: &Path, counts: &Path) -> Result<PathBuf, Error> {
     };
     let path = dir.join("qemu");
     let script = format!(
-        "#!/bin/sh\nexec '{}' \"$@\" -plugin '{},counts={}'\n",
+        "#!/bin/sh\nfor word; do\n  shift\n  [ \"$word\" = tcg ] && word=tcg,thread=single\n  \
+         set -- \"$@\" \"$word\"\ndone\nexec '{}' \"$@\" -plugin '{},counts={}'\n",
         qemu.display(),
         plugin.display(),
         counts.display()

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::Error;
-use crate::report::{Count, Profile};
+use crate::report::{Count, Profile, sorted};
 
 const MAGIC: u64 = 0x3274_6e75_6f63_626c;
 const HEADER: usize = 8;
@@ -29,7 +29,7 @@ struct Mark {
 
 /// The phases, in order. Nothing sends on a vsock before the agent says hello; the first message
 /// after the command wrote to its standard output carries what it wrote.
-const MARKS: [Mark; 12] = [
+const MARKS: [Mark; 13] = [
     mark("pvh_start_xen"),
     mark("x86_64_start_kernel"),
     mark("start_kernel"),
@@ -58,13 +58,21 @@ const MARKS: [Mark; 12] = [
         function: "vsock_connectible_sendmsg",
         after: Some("[command writes]"),
     },
+    Mark {
+        name: PRINTS,
+        function: "n_tty_write",
+        after: Some(USER_FROM),
+    },
 ];
 /// After this, code at low addresses is user space's.
 const USER_FROM: &str = "run_init_process";
 const HELLO: &str = "[agent says hello]";
 const OUTPUT: &str = "[agent sends output]";
+/// In a peer's machine, whose console is where the command writes. The kernel's own messages do not
+/// come this way.
+const PRINTS: &str = "[command prints]";
 /// The marks at which all counters are copied.
-const COPIES: [&str; 2] = [HELLO, OUTPUT];
+const COPIES: [&str; 3] = [HELLO, OUTPUT, PRINTS];
 
 const fn mark(function: &'static str) -> Mark {
     Mark {
@@ -174,42 +182,35 @@ impl Symbols {
 
     /// Reads what was counted: until the agent's hello, and from there to the first output.
     pub(crate) fn boot(&self, path: &Path, vcpus: u8) -> Result<Boot, Error> {
-        let bytes = fs::read(path).map_err(Error::file("reading", path))?;
-        let (words, _) = bytes.as_chunks::<8>();
-        let words: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
-        self.boot_of(&words, vcpus)
+        self.boot_of(&words(path)?, vcpus)
             .ok_or_else(|| Error::Other("the guest never said hello or sent output".to_owned()))
     }
 
+    /// Reads what was counted until a command wrote to the console of a machine with one vCPU.
+    pub(crate) fn printed(&self, path: &Path) -> Result<Profile, Error> {
+        self.copy(&words(path)?, place_of_copy(PRINTS), 1)
+            .map(|counters| self.profile(&counters, Vec::new()))
+            .ok_or_else(|| Error::Other("nothing wrote to the console".to_owned()))
+    }
+
     fn boot_of(&self, words: &[u64], vcpus: u8) -> Option<Boot> {
-        let marks_at = HEADER + self.0.len() + 3 * MARKS.len();
+        let marks_at = self.marks_at();
         let reached = words.get(marks_at..marks_at + MARKS.len())?;
-        let counters = marks_at + MARKS.len();
-        let size = usize::from(vcpus) * self.per_vcpu();
-        // All vCPUs' counters together, as they were at a mark.
-        let copy = |number: usize| -> Option<Vec<u64>> {
-            let at = counters + (1 + number) * size;
-            let copy = words.get(at..at + size)?;
-            let mut sums = vec![0; self.per_vcpu()];
-            for vcpu in copy.chunks_exact(self.per_vcpu()) {
-                sums.iter_mut().zip(vcpu).for_each(|(sum, n)| *sum += n);
-            }
-            (sums[ALL] > 0).then_some(sums)
-        };
-        let (hello, output) = (copy(0)?, copy(1)?);
+        let copy = |mark| self.copy(words, place_of_copy(mark), vcpus);
+        let (hello, output) = (copy(HELLO)?, copy(OUTPUT)?);
         let mut marks: Vec<_> = MARKS
             .iter()
             .zip(reached)
             .map(|(mark, at)| count(mark.name, *at))
             .chain([count("[first user instruction]", words[FIRST_USER])])
-            .filter(|mark| mark.instructions > 0)
+            .filter(|mark| mark.count > 0)
             .collect();
-        marks.sort_by_key(|mark| mark.instructions);
+        marks.sort_by_key(|mark| mark.count);
         let hello_at = reached[place(HELLO)];
-        let answer_at = marks.partition_point(|mark| mark.instructions <= hello_at);
+        let answer_at = marks.partition_point(|mark| mark.count <= hello_at);
         let answer_marks = marks.split_off(answer_at).into_iter();
         let answer_marks = answer_marks.map(|mark| Count {
-            instructions: mark.instructions - hello_at,
+            count: mark.count - hello_at,
             ..mark
         });
         let answer: Vec<u64> = (output.iter().zip(&hello))
@@ -221,30 +222,52 @@ impl Symbols {
         })
     }
 
+    /// Where the program says when each mark was reached.
+    fn marks_at(&self) -> usize {
+        HEADER + self.0.len() + 3 * MARKS.len()
+    }
+
+    /// All vCPUs' counters together, as they were at a mark.
+    fn copy(&self, words: &[u64], number: usize, vcpus: u8) -> Option<Vec<u64>> {
+        let size = usize::from(vcpus) * self.per_vcpu();
+        let at = self.marks_at() + MARKS.len() + (1 + number) * size;
+        let mut sums = vec![0; self.per_vcpu()];
+        for vcpu in words.get(at..at + size)?.chunks_exact(self.per_vcpu()) {
+            sums.iter_mut().zip(vcpu).for_each(|(sum, n)| *sum += n);
+        }
+        (sums[ALL] > 0).then_some(sums)
+    }
+
     fn profile(&self, counters: &[u64], marks: Vec<Count>) -> Profile {
-        let mut symbols: Vec<_> = (self.0.iter().enumerate())
-            .map(|(i, (_, name))| count(name, counters[FIRST_SYMBOL + i]))
+        let functions = (self.0.iter().enumerate())
+            .map(|(i, (_, name))| (name.clone(), counters[FIRST_SYMBOL + i]))
             .chain([
-                count("[user]", counters[USER]),
-                count("[low]", counters[LOW]),
-            ])
-            .filter(|symbol| symbol.instructions > 0)
-            .collect();
-        let waits = symbols
-            .iter()
-            .filter(|symbol| WAITS.contains(&symbol.name.as_str()))
-            .map(|symbol| symbol.instructions)
-            .sum();
-        symbols.sort_by_key(|symbol| std::cmp::Reverse(symbol.instructions));
-        symbols.truncate(TOP);
+                ("[user]".to_owned(), counters[USER]),
+                ("[low]".to_owned(), counters[LOW]),
+            ]);
+        let (waits, mut parts) = sorted(functions)
+            .into_iter()
+            .partition::<Vec<_>, _>(|part| WAITS.contains(&part.name.as_str()));
+        parts.truncate(TOP);
         Profile {
-            name: String::new(),
+            unit: "instructions",
             total: counters[ALL],
-            waits,
             marks,
-            symbols,
+            parts,
+            waits,
+            ..Profile::default()
         }
     }
+}
+
+fn words(path: &Path) -> Result<Vec<u64>, Error> {
+    let bytes = fs::read(path).map_err(Error::file("reading", path))?;
+    let (words, _) = bytes.as_chunks::<8>();
+    Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
+}
+
+fn place_of_copy(name: &str) -> usize {
+    COPIES.iter().position(|at| *at == name).unwrap_or(0)
 }
 
 /// One boot and one command.
@@ -253,10 +276,10 @@ pub(crate) struct Boot {
     pub(crate) to_output: Profile,
 }
 
-fn count(name: &str, instructions: u64) -> Count {
+fn count(name: &str, count: u64) -> Count {
     Count {
         name: name.to_owned(),
-        instructions,
+        count,
     }
 }
 
@@ -312,7 +335,7 @@ mod tests {
         let marks = HEADER + symbols.0.len() + 3 * MARKS.len();
         words[marks + place(HELLO)] = 24;
         words[marks + place(OUTPUT)] = 34;
-        let copies = words.len() - 4 * symbols.per_vcpu();
+        let copies = words.len() - 2 * COPIES.len() * symbols.per_vcpu();
         for vcpu in 0..2 {
             let at = |copy: usize| copies + (2 * copy + vcpu) * symbols.per_vcpu();
             for (copy, all, sent) in [(0, 12, 7), (1, 17, 11)] {
@@ -326,25 +349,19 @@ mod tests {
             to_hello,
             to_output,
         } = symbols.boot_of(&words, 2).unwrap();
-        assert_eq!((to_hello.total, to_hello.waits), (24, 4));
-        assert_eq!((to_output.total, to_output.waits), (10, 0));
+        assert_eq!((to_hello.total, to_hello.waits[0].count), (24, 4));
+        assert_eq!((to_output.total, to_output.waits.len()), (10, 0));
         let named = |counts: &[Count]| -> Vec<(String, u64)> {
-            (counts.iter())
-                .map(|c| (c.name.clone(), c.instructions))
-                .collect()
+            (counts.iter()).map(|c| (c.name.clone(), c.count)).collect()
         };
         let send = "vsock_connectible_sendmsg".to_owned();
         assert_eq!(
-            named(&to_hello.symbols),
-            [
-                (send.clone(), 14),
-                ("[user]".to_owned(), 6),
-                ("delay_tsc".to_owned(), 4)
-            ]
+            named(&to_hello.parts),
+            [(send.clone(), 14), ("[user]".to_owned(), 6),]
         );
         assert_eq!(named(&to_hello.marks), [(HELLO.to_owned(), 24)]);
         assert_eq!(
-            named(&to_output.symbols),
+            named(&to_output.parts),
             [(send, 8), ("[user]".to_owned(), 2)]
         );
         assert_eq!(named(&to_output.marks), [(OUTPUT.to_owned(), 10)]);

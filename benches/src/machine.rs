@@ -7,8 +7,9 @@ use bantam::{EngineChoice, Machine, Phase};
 
 use crate::exits::ExitLog;
 use crate::memory::{self, Usage};
+use crate::peers;
 use crate::program::{Bench, MEMORY_MIB};
-use crate::report::{Report, milliseconds};
+use crate::report::{Profile, Report, median_of, milliseconds, sorted};
 use crate::{Error, Progress};
 
 /// How often the short command is run in one machine.
@@ -19,7 +20,7 @@ const STREAM_MIB_RIG: u64 = 64;
 /// Memory is looked at once for so many bytes of output.
 const SAMPLE_BYTES: u64 = 8 << 20;
 
-fn start(bench: &Bench) -> Result<Machine, Error> {
+pub(crate) fn start(bench: &Bench) -> Result<Machine, Error> {
     Ok(Machine::builder()
         .image_source(bench.image_source()?)
         .memory_mib(MEMORY_MIB)
@@ -55,38 +56,52 @@ pub(crate) fn exec(bench: &Bench, report: &mut Report, progress: Progress) -> Re
     Ok(())
 }
 
-/// What the host spends on an idle machine beside the guest's memory.
+/// What the host spends on an idle machine beside the guest's memory, by mapping.
 pub(crate) fn resident(
     bench: &Bench,
     runs: usize,
     report: &mut Report,
     progress: Progress,
 ) -> Result<(), Error> {
-    let (mut ours, mut engine_process) = (Vec::new(), Vec::new());
-    let mut guest = Vec::new();
+    const OURS: &str = "resident: this process, without guest memory";
+    const QEMU: &str = "resident: QEMU, without guest memory";
+    const GUEST: &str = peers::TOUCHED;
+    let (mut ours, mut qemu, mut guest) = (Vec::new(), Vec::new(), Vec::new());
+    let mut all = Vec::new();
     for run in 1..=runs {
         progress.say(&format!("memory: {run}/{runs}"));
         let machine = start(bench)?;
         run_true(&machine)?;
         let own = Usage::of(std::process::id(), MEMORY_MIB)?;
-        ours.push(own.beside_guest_mib());
         let mut guest_mib = own.guest_mib();
+        let mut beside_mib = own.beside_guest_mib();
+        ours.push(own);
         for child in memory::children()? {
             let usage = Usage::of(child, MEMORY_MIB)?;
-            engine_process.push(usage.beside_guest_mib());
             guest_mib = guest_mib.max(usage.guest_mib());
+            beside_mib += usage.beside_guest_mib();
+            qemu.push(usage);
         }
         guest.push(guest_mib);
+        all.push(beside_mib);
         machine.kill();
     }
     let engine = bench.engine.name();
-    for (name, values) in [
-        ("resident: this process, without guest memory", ours),
-        ("resident: QEMU, without guest memory", engine_process),
-        ("resident: guest memory touched", guest),
-    ] {
+    for (name, usages) in [(OURS, ours), (QEMU, qemu)] {
+        let values = usages.iter().map(Usage::beside_guest_mib).collect();
         report.add(name, engine, "MiB", values);
+        let profiles = usages.into_iter().map(|usage| Profile {
+            name: name.to_owned(),
+            engine,
+            unit: "KiB",
+            total: usage.beside_guest_kib(),
+            parts: sorted(usage.mappings()),
+            ..Profile::default()
+        });
+        report.profiles.extend(median_of(profiles.collect()));
     }
+    report.add(GUEST, engine, "MiB", guest);
+    report.add(peers::BESIDE, engine, "MiB", all);
     Ok(())
 }
 
@@ -98,7 +113,9 @@ pub(crate) fn exits(
     report: &mut Report,
     progress: Progress,
 ) -> Result<(), Error> {
-    let mut kinds: Vec<(String, Vec<f64>)> = Vec::new();
+    const EXITS: &str = "VM exits of a boot";
+    let engine = bench.engine.name();
+    let (mut totals, mut profiles) = (Vec::new(), Vec::new());
     for run in 1..=runs {
         progress.say(&format!("VM exits: {run}/{runs}"));
         log.take();
@@ -109,23 +126,19 @@ pub(crate) fn exits(
         if counts.is_empty() {
             return Err(Error::Other("the vCPU's end was not logged".to_owned()));
         }
-        let total = counts.values().sum::<u64>();
-        let counts = counts.into_iter().chain([("total".to_owned(), total)]);
-        for (kind, exits) in counts {
-            match kinds.iter_mut().find(|(name, _)| *name == kind) {
-                Some((_, values)) => values.push(exits as f64),
-                None => kinds.push((kind, vec![exits as f64])),
-            }
-        }
+        let profile = Profile {
+            name: EXITS.to_owned(),
+            engine,
+            unit: "exits",
+            total: counts.values().sum(),
+            parts: sorted(counts),
+            ..Profile::default()
+        };
+        totals.push(profile.total as f64);
+        profiles.push(profile);
     }
-    for (kind, values) in kinds {
-        report.add(
-            format!("VM exits: {kind}"),
-            bench.engine.name(),
-            "exits",
-            values,
-        );
-    }
+    report.add(EXITS, engine, "exits", totals);
+    report.profiles.extend(median_of(profiles));
     Ok(())
 }
 

@@ -7,11 +7,14 @@
 mod boot;
 mod counts;
 mod exits;
+mod facts;
+mod hostside;
 mod images;
 mod machine;
 mod memory;
 mod named;
 mod net;
+mod peers;
 mod program;
 mod report;
 
@@ -23,6 +26,7 @@ use bantam::{Availability, EngineKind, ImageSource, probe_engines};
 use clap::{Parser, ValueEnum};
 
 use crate::exits::ExitLog;
+use crate::facts::Facts;
 use crate::program::Bench;
 use crate::report::Report;
 
@@ -34,6 +38,9 @@ struct Args {
     /// Only say, by the exit status, whether the engine works here
     #[arg(long)]
     check: bool,
+    /// Only print the names for --filter
+    #[arg(long)]
+    list: bool,
     /// Only measurements whose name contains this (repeatable)
     #[arg(long)]
     filter: Vec<String>,
@@ -52,6 +59,9 @@ struct Args {
     /// An image with curl and iperf3
     #[arg(long, default_value = "network.tar")]
     network_image: PathBuf,
+    /// The folder of smolvm's Python package, if it was fetched
+    #[arg(long, default_value = "smolvm")]
+    smolvm: PathBuf,
     /// The guest kernel's System.map
     #[arg(long)]
     system_map: Option<PathBuf>,
@@ -121,6 +131,9 @@ impl Progress {
 }
 
 fn main() -> ExitCode {
+    if let Some(code) = hostside::child() {
+        return code;
+    }
     let args = Args::parse();
     let engine = match args.engine {
         Engine::Native => EngineKind::Native,
@@ -132,6 +145,12 @@ fn main() -> ExitCode {
             Availability::Ready(_) => ExitCode::SUCCESS,
             Availability::Unusable(_) => ExitCode::FAILURE,
         };
+    }
+    if args.list {
+        for entry in ENTRIES {
+            let _ = writeln!(io::stdout(), "{}", entry.name);
+        }
+        return ExitCode::SUCCESS;
     }
     let report = measure(args, engine);
     let printed = serde_json::to_writer(io::stdout().lock(), &report);
@@ -148,6 +167,8 @@ struct Context<'a> {
     runs: usize,
     /// How often counts are: they hardly differ.
     counted: usize,
+    /// The folder of smolvm's Python package, if it was fetched.
+    smolvm: &'a Path,
     /// An archive of an image to pull.
     pull_image: &'a Path,
     /// An image with curl and iperf3.
@@ -189,14 +210,27 @@ const ENTRIES: &[Entry] = &[
     entry("exits", On::Native, |c, r| {
         machine::exits(c.bench, c.counted, c.exits, r, c.progress)
     }),
+    // Needs a KVM and no guest, so a software one will do.
+    entry("host-side", On::Emulated, |c, r| {
+        hostside::measure(c.bench, c.runs, r, c.progress)
+    }),
     entry("system-calls", On::Both, |c, r| {
         program::system_calls(c.bench, c.counted, r, c.progress)
+    }),
+    entry("bytes-read", On::Both, |c, r| {
+        program::read_bytes(c.bench, c.counted, r, c.progress)
     }),
     entry("memory", On::Both, |c, r| {
         machine::resident(c.bench, c.counted, r, c.progress)
     }),
     entry("first-output", On::Both, |c, r| {
         program::first_output(c.bench, c.runs, r, c.progress)
+    }),
+    entry("peer-qemu-microvm", On::Both, |c, r| {
+        peers::microvm(c.bench, c.runs, r, c.progress)
+    }),
+    entry("peer-smolvm", On::Native, |c, r| {
+        peers::smolvm(c.bench, c.smolvm, c.counted, r, c.progress)
     }),
     entry("exec", On::Both, |c, r| {
         machine::exec(c.bench, r, c.progress)
@@ -257,6 +291,7 @@ fn measure(args: Args, engine: EngineKind) -> Report {
         bench: &bench,
         runs,
         counted: runs.min(3),
+        smolvm: &args.smolvm,
         pull_image: &args.pull_image,
         network_image: &args.network_image,
         exits: &exits,
@@ -274,5 +309,6 @@ fn measure(args: Args, engine: EngineKind) -> Report {
             report.skip(*name, error.to_string());
         }
     }
+    report.host = Some(Facts::read());
     report
 }

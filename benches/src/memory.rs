@@ -1,6 +1,8 @@
 //! Resident memory, from `/proc`.
 
+use std::collections::BTreeMap;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::Error;
@@ -9,11 +11,28 @@ use crate::Error;
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     guest: u64,
-    beside: u64,
+    /// By the name of the mapping.
+    beside: BTreeMap<String, u64>,
+    private: u64,
+}
+
+/// What has neither a file nor a name: heaps, buffers, stacks of threads.
+const ANONYMOUS: &str = "[anonymous]";
+
+/// One mapping of a process.
+struct Mapping<'a> {
+    range: Range<u64>,
+    name: &'a str,
+    resident: u64,
+    /// Of these, what is this process's alone: no file's, and nobody else's.
+    anonymous: u64,
+    /// Made without reserving memory for it, as guest memory is.
+    unreserved: bool,
 }
 
 impl Usage {
-    /// Guest memory is a mapping of a memfd, or, natively, one of at least its size.
+    /// Guest memory is a mapping of a memfd, or, natively, mappings without a gap that are together
+    /// at least its size: into the RAM, kernel and initramfs are mapped.
     pub(crate) fn of(pid: u32, guest_mib: u32) -> Result<Self, Error> {
         let path = PathBuf::from(format!("/proc/{pid}/smaps"));
         let text = fs::read_to_string(&path).map_err(Error::file("reading", &path))?;
@@ -21,34 +40,80 @@ impl Usage {
     }
 
     fn parse(smaps: &str, guest_kib: u64) -> Self {
+        let mappings = mappings(smaps);
+        let runs = mappings.chunk_by(|one, next| {
+            one.range.end == next.range.start && one.unreserved && next.unreserved
+        });
         let mut usage = Self::default();
-        let mut is_guest = false;
-        for line in smaps.lines() {
-            if let Some(size) = field(line, "Size:") {
-                is_guest = is_guest || size >= guest_kib;
-            } else if let Some(resident) = field(line, "Rss:") {
-                if is_guest {
-                    usage.guest += resident;
+        for run in runs {
+            let bytes: u64 = run.iter().map(|m| m.range.end - m.range.start).sum();
+            let is_ram = run.iter().all(|m| m.unreserved) && bytes >> 10 >= guest_kib;
+            for mapping in run {
+                if is_ram || mapping.name.starts_with("/memfd:memory-backend") {
+                    usage.guest += mapping.resident;
                 } else {
-                    usage.beside += resident;
+                    let name = mapping.name.to_owned();
+                    *usage.beside.entry(name).or_default() += mapping.resident;
+                    usage.private += mapping.anonymous;
                 }
-            } else if line
-                .split_once(' ')
-                .is_some_and(|(range, _)| range.contains('-'))
-            {
-                is_guest = line.contains("/memfd:memory-backend");
             }
         }
         usage
+    }
+
+    /// What is beside the guest's memory and would not be there without this process, in KiB: not
+    /// programs' and libraries' pages, which are in the host's page cache once for all.
+    pub(crate) fn private_kib(&self) -> u64 {
+        self.private
     }
 
     pub(crate) fn guest_mib(&self) -> f64 {
         self.guest as f64 / 1024.0
     }
 
-    pub(crate) fn beside_guest_mib(&self) -> f64 {
-        self.beside as f64 / 1024.0
+    pub(crate) fn beside_guest_kib(&self) -> u64 {
+        self.beside.values().sum()
     }
+
+    pub(crate) fn beside_guest_mib(&self) -> f64 {
+        self.beside_guest_kib() as f64 / 1024.0
+    }
+
+    /// What is beside the guest's memory, by mapping, in KiB.
+    pub(crate) fn mappings(self) -> BTreeMap<String, u64> {
+        self.beside
+    }
+}
+
+fn mappings(smaps: &str) -> Vec<Mapping<'_>> {
+    let mut mappings: Vec<Mapping<'_>> = Vec::new();
+    for line in smaps.lines() {
+        if let Some(range) = range(line) {
+            mappings.push(Mapping {
+                range,
+                // ADDRESSES MODE OFFSET DEVICE INODE NAME
+                name: line.split_ascii_whitespace().nth(5).unwrap_or(ANONYMOUS),
+                resident: 0,
+                anonymous: 0,
+                unreserved: false,
+            });
+        } else if let Some(mapping) = mappings.last_mut() {
+            if let Some(resident) = field(line, "Rss:") {
+                mapping.resident = resident;
+            } else if let Some(anonymous) = field(line, "Anonymous:") {
+                mapping.anonymous = anonymous;
+            } else if let Some(flags) = line.strip_prefix("VmFlags:") {
+                mapping.unreserved = flags.split_ascii_whitespace().any(|flag| flag == "nr");
+            }
+        }
+    }
+    mappings
+}
+
+fn range(line: &str) -> Option<Range<u64>> {
+    let (start, end) = line.split_once(' ')?.0.split_once('-')?;
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    Some(number(start)?..number(end)?)
 }
 
 fn field(line: &str, name: &str) -> Option<u64> {
@@ -100,18 +165,28 @@ mod tests {
     #[test]
     fn guest_memory_is_told_from_the_rest() {
         let smaps = "\
-7f0000000000-7f0010000000 rw-s 00000000 00:01 5 /memfd:memory-backend-memfd (deleted)\n\
-Size:             131072 kB\nRss:                4096 kB\n\
-7f1000000000-7f1010000000 rw-p 00000000 00:00 0 \n\
-Size:             262144 kB\nRss:                2048 kB\n\
 5500000000-5500001000 r-xp 00000000 08:01 7 /usr/bin/x-y\n\
-Size:                 64 kB\nRss:                  32 kB\nVmFlags: rd ex\n";
+Size:                 64 kB\nRss:                  32 kB\nAnonymous: 0 kB\nVmFlags: rd ex\n\
+7f0000000000-7f0008000000 rw-s 00000000 00:01 5 /memfd:memory-backend-memfd (deleted)\n\
+Size:             131072 kB\nRss:                4096 kB\nVmFlags: rd wr sh\n\
+7f1000000000-7f1001000000 rw-p 00000000 00:00 0 \n\
+Rss:                2048 kB\nAnonymous: 2048 kB\nVmFlags: rd wr nr\n\
+7f1001000000-7f1002000000 rw-p 00000000 08:01 9 /usr/share/bantam/vmlinux\n\
+Rss:                1024 kB\nAnonymous: 24 kB\nVmFlags: rd wr nr\n\
+7f1002000000-7f1010000000 rw-p 00000000 00:00 0 \n\
+Rss:                1024 kB\nAnonymous: 1024 kB\nVmFlags: rd wr nr\n\
+7f1010000000-7f1010002000 rw-p 00000000 00:00 0 \n\
+Rss:                   8 kB\nAnonymous: 8 kB\nVmFlags: rd wr\n";
         let usage = Usage::parse(smaps, 256 << 10);
         assert_eq!(
             usage,
             Usage {
-                guest: 6144,
-                beside: 32
+                guest: 8192,
+                beside: BTreeMap::from([
+                    ("/usr/bin/x-y".to_owned(), 32),
+                    (ANONYMOUS.to_owned(), 8)
+                ]),
+                private: 8,
             }
         );
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use bantam::EngineKind;
 
-use crate::report::{Report, milliseconds};
+use crate::report::{Profile, Report, median_of, milliseconds, sorted};
 use crate::{Error, Progress};
 
 /// Guest memory of every measured machine, in MiB.
@@ -84,7 +84,25 @@ pub(crate) fn first_output(
     Ok(())
 }
 
-/// System calls of a whole `run`, of the program and of QEMU.
+/// What the system calls of a whole `run` read, of the program and of QEMU.
+pub(crate) fn read_bytes(
+    bench: &Bench,
+    runs: usize,
+    report: &mut Report,
+    progress: Progress,
+) -> Result<(), Error> {
+    let mut read = Vec::new();
+    for run in 1..=runs {
+        progress.say(&format!("bytes read: {run}/{runs}"));
+        let before = bytes_read()?;
+        succeed(&mut bench.run(1, &["true"]))?;
+        read.push((bytes_read()? - before) as f64 / 1024.0);
+    }
+    report.add("host bytes read by a run", bench.engine.name(), "KiB", read);
+    Ok(())
+}
+
+/// System calls of a whole `run`, of the program and of QEMU, by name.
 pub(crate) fn system_calls(
     bench: &Bench,
     runs: usize,
@@ -92,9 +110,10 @@ pub(crate) fn system_calls(
     progress: Progress,
 ) -> Result<(), Error> {
     find("strace")?;
+    let engine = bench.engine.name();
     let temp = tempfile::tempdir().map_err(Error::file("creating", &std::env::temp_dir()))?;
     let summary = temp.path().join("summary");
-    let mut totals = Vec::new();
+    let (mut totals, mut without_waits, mut profiles) = (Vec::new(), Vec::new(), Vec::new());
     for run in 1..=runs {
         progress.say(&format!("system calls: {run}/{runs}"));
         let plain = bench.run(1, &["true"]);
@@ -106,23 +125,76 @@ pub(crate) fn system_calls(
             .args(plain.get_args());
         succeed(&mut strace)?;
         let text = std::fs::read_to_string(&summary).map_err(Error::file("reading", &summary))?;
-        let total = total_calls(&text)
-            .ok_or_else(|| Error::Other(format!("strace's summary has no total:\n{text}")))?;
-        totals.push(total);
+        let calls = calls_by_name(&text);
+        if calls.is_empty() {
+            return Err(Error::Other(format!("strace counted nothing:\n{text}")));
+        }
+        let total = calls.iter().map(|(_, calls)| calls).sum();
+        let (waits, parts) = sorted(calls)
+            .into_iter()
+            .partition::<Vec<_>, _>(|part| WAITING_CALLS.contains(&part.name.as_str()));
+        let profile = Profile {
+            name: SYSTEM_CALLS.to_owned(),
+            engine,
+            unit: "calls",
+            total,
+            parts,
+            waits,
+            ..Profile::default()
+        };
+        totals.push(total as f64);
+        let waited: u64 = profile.waits.iter().map(|wait| wait.count).sum();
+        without_waits.push((total - waited) as f64);
+        profiles.push(profile);
     }
+    report.add(SYSTEM_CALLS, engine, "calls", totals);
     report.add(
-        "host system calls of a run",
-        bench.engine.name(),
+        format!("{SYSTEM_CALLS}, without waits"),
+        engine,
         "calls",
-        totals,
+        without_waits,
     );
+    report.profiles.extend(median_of(profiles));
     Ok(())
 }
 
-/// The number of calls in the line `100.00 SECONDS USECS/CALL CALLS ERRORS total`.
-fn total_calls(summary: &str) -> Option<f64> {
-    let line = summary.lines().rev().find(|line| line.ends_with("total"))?;
-    line.split_ascii_whitespace().nth(3)?.parse().ok()
+const SYSTEM_CALLS: &str = "host system calls of a run";
+/// Calls that wait, or that are made again and again meanwhile: how often says how busy the host
+/// was.
+const WAITING_CALLS: [&str; 8] = [
+    "clock_nanosleep",
+    "epoll_pwait",
+    "epoll_wait",
+    "futex",
+    "poll",
+    "ppoll",
+    "sched_yield",
+    "wait4",
+];
+
+/// The lines `PERCENT SECONDS USECS/CALL CALLS [ERRORS] NAME` of a summary of strace.
+fn calls_by_name(summary: &str) -> Vec<(String, u64)> {
+    summary
+        .lines()
+        .filter_map(|line| {
+            let words: Vec<&str> = line.split_ascii_whitespace().collect();
+            let (name, calls) = (words.last()?, words.get(3)?);
+            if words.len() < 5 || *name == "total" {
+                return None;
+            }
+            Some(((*name).to_owned(), calls.parse().ok()?))
+        })
+        .collect()
+}
+
+/// What this process, its children and theirs have read by system calls so far, in bytes. The
+/// kernel adds a child's when it is waited for.
+fn bytes_read() -> Result<u64, Error> {
+    let path = std::path::Path::new("/proc/self/io");
+    let text = std::fs::read_to_string(path).map_err(Error::file("reading", path))?;
+    text.lines()
+        .find_map(|line| line.strip_prefix("rchar: ")?.parse().ok())
+        .ok_or_else(|| Error::Other("/proc/self/io has no rchar".to_owned()))
 }
 
 /// Runs a program that must succeed; what it says is shown only if it does not.
@@ -154,19 +226,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_total_of_a_strace_summary_is_found_with_and_without_errors() {
-        for (line, calls) in [
-            (
-                "100.00    0.035271          14      2482        94 total",
-                2482.0,
-            ),
-            (
-                "100.00    0.001000          10       100           total",
-                100.0,
-            ),
-        ] {
-            let summary = format!("% time seconds usecs/call calls errors syscall\n{line}\n");
-            assert_eq!(total_calls(&summary), Some(calls));
-        }
+    fn calls_of_a_strace_summary_are_found_with_and_without_errors() {
+        let summary = "\
+% time     seconds  usecs/call     calls    errors syscall
+------ ----------- ----------- --------- --------- ----------------
+ 61.29    0.023180          26       884        57 futex
+  0.00    0.000000           0         2           getuid
+------ ----------- ----------- --------- --------- ----------------
+100.00    0.037818          14      2588       119 total
+";
+        let calls = calls_by_name(summary);
+        assert_eq!(calls, [("futex".to_owned(), 884), ("getuid".to_owned(), 2)]);
+    }
+
+    #[test]
+    fn bytes_that_a_child_read_count() {
+        let before = bytes_read().unwrap();
+        let mut head = Command::new("head");
+        head.args(["-c", "1000000", "/dev/zero"]);
+        succeed(&mut head).unwrap();
+        assert!(bytes_read().unwrap() - before >= 1_000_000);
     }
 }

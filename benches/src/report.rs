@@ -4,12 +4,16 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::facts::Facts;
+
 /// From how many values on a 95th percentile says anything.
 const P95_FROM: usize = 20;
 
 /// All results of one run of the program.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Report {
+    /// Where it ran; filled in at the end.
+    pub(crate) host: Option<Facts>,
     pub(crate) results: Vec<Measurement>,
     pub(crate) profiles: Vec<Profile>,
     /// Measurements that this host cannot make, and why.
@@ -34,23 +38,44 @@ pub(crate) struct Measurement {
     values: Vec<f64>,
 }
 
-/// Where the instructions of one boot went.
-#[derive(Debug, Serialize)]
+/// What one count is made of: kernel functions, kinds of exits, names of system calls, mappings.
+/// It is named like the measurement; of several runs it is the median one.
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct Profile {
     pub(crate) name: String,
+    pub(crate) engine: &'static str,
+    pub(crate) unit: &'static str,
     pub(crate) total: u64,
-    /// Of these, spent in functions that wait for a clock or another CPU.
-    pub(crate) waits: u64,
-    /// Instructions until each mark was first reached.
+    /// The count until each phase began.
     pub(crate) marks: Vec<Count>,
-    /// The kernel functions with most instructions, themselves only; `[user]` is the agent.
-    pub(crate) symbols: Vec<Count>,
+    /// Largest first.
+    pub(crate) parts: Vec<Count>,
+    /// Parts that only wait for a clock or another CPU.
+    pub(crate) waits: Vec<Count>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, PartialEq, Eq)]
 pub(crate) struct Count {
     pub(crate) name: String,
-    pub(crate) instructions: u64,
+    pub(crate) count: u64,
+}
+
+/// Largest first.
+pub(crate) fn sorted(counts: impl IntoIterator<Item = (String, u64)>) -> Vec<Count> {
+    let mut parts: Vec<_> = counts
+        .into_iter()
+        .filter(|(_, count)| *count > 0)
+        .map(|(name, count)| Count { name, count })
+        .collect();
+    parts.sort_by(|a, b| b.count.cmp(&a.count).then_with(|| a.name.cmp(&b.name)));
+    parts
+}
+
+/// The median run: one example that really happened.
+pub(crate) fn median_of(mut profiles: Vec<Profile>) -> Option<Profile> {
+    profiles.sort_by_key(|profile| profile.total);
+    let middle = profiles.len().checked_sub(1)? / 2;
+    profiles.into_iter().nth(middle)
 }
 
 #[derive(Debug, Serialize)]

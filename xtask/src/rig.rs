@@ -64,6 +64,9 @@ pub(crate) struct RigArgs {
     /// Variables for the command (BANTAM_* and RUST_* are passed anyway)
     #[arg(long, short, value_name = "NAME=VALUE")]
     pub(crate) env: Vec<String>,
+    /// Another folder that the command sees, read-only, at its own path (repeatable)
+    #[arg(long, value_name = "DIR")]
+    pub(crate) share: Vec<PathBuf>,
     /// The command and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub(crate) command: Vec<String>,
@@ -282,7 +285,8 @@ impl Shares {
         };
         host::create_dir(&store)?;
         let mut dirs = vec![host::repo(), store.clone()];
-        for dir in [host::target_dir(), host::cache_dir()?] {
+        let more = [host::target_dir(), host::cache_dir()?];
+        for dir in more.into_iter().chain(args.share.clone()) {
             if dir.is_dir() && !dirs.iter().any(|shared| dir.starts_with(shared)) {
                 dirs.push(dir);
             }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 
+use crate::bench;
 use crate::error::{Error, Result};
 use crate::fuzz::{self, FuzzArgs};
 use crate::guest;
@@ -48,6 +49,8 @@ enum Suite {
     Fuzz,
     /// The program from outside, machines emulated by QEMU
     E2e,
+    /// Counts of a boot against benches/budgets, emulated and in the nested rig
+    Budgets,
     /// Hypervisor tests on a real KVM, in the nested rig
     RigUnit,
     /// The program from outside, native machines, in the nested rig
@@ -55,7 +58,7 @@ enum Suite {
 }
 
 impl Suite {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Format,
         Self::Lint,
         Self::Deny,
@@ -63,6 +66,7 @@ impl Suite {
         Self::RealImages,
         Self::Fuzz,
         Self::E2e,
+        Self::Budgets,
         Self::RigUnit,
         Self::RigE2e,
     ];
@@ -76,6 +80,7 @@ impl Suite {
             Self::RealImages => "real images",
             Self::Fuzz => "fuzz",
             Self::E2e => "e2e (emulated)",
+            Self::Budgets => "budgets",
             Self::RigUnit => "hypervisor (rig)",
             Self::RigE2e => "e2e (native, rig)",
         }
@@ -166,6 +171,7 @@ impl Runner<'_> {
             Suite::RealImages => self.real_images(),
             Suite::Fuzz => self.fuzz(name),
             Suite::E2e => self.e2e(),
+            Suite::Budgets => bench::hold_budgets(self.filter, &self.progress),
             Suite::RigUnit => self.in_rig(name, "bantam-hypervisor", &[]),
             Suite::RigE2e => self.e2e_in_rig(name),
         }
@@ -269,6 +275,7 @@ impl Runner<'_> {
                 mem: 2048,
                 timeout: RIG_SECONDS,
                 env: env.to_vec(),
+                share: Vec::new(),
                 command,
             };
             let out = Capture::default();

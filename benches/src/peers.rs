@@ -1,0 +1,319 @@
+//! Other programs that do the same work: boot the same kernel or their own, run `echo hello` from
+//! the same image. Measured in turns with ours.
+
+use std::fs::{self, Permissions};
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
+
+use bantam::{EngineKind, Machine, find_guest};
+
+use crate::machine;
+use crate::memory::Usage;
+use crate::program::{self, Bench, MEMORY_MIB};
+use crate::report::{Report, milliseconds};
+use crate::{Error, Progress};
+
+pub(crate) const QEMU: &str = "QEMU microvm";
+const SMOLVM: &str = "smolvm";
+const FIRST_OUTPUT: &str = "start to first output";
+pub(crate) const BESIDE: &str = "resident: beside guest memory, all processes";
+pub(crate) const TOUCHED: &str = "resident: guest memory touched";
+/// What the guest does: its `/dev` is empty, as the image's is.
+const HELLO: &str = "mount -t devtmpfs dev /dev; echo hello >/dev/ttyS0; exec sleep 9999";
+
+/// QEMU's own microvm, with the kernel and root file system of our machines.
+pub(crate) struct Microvm {
+    program: PathBuf,
+    engine: EngineKind,
+    kernel: PathBuf,
+    rootfs: PathBuf,
+    /// The words that our engine gives this kernel, without its devices.
+    words: String,
+}
+
+impl Microvm {
+    /// Asks a machine of ours for its kernel's words and the store for the image.
+    pub(crate) fn new(bench: &Bench) -> Result<Self, Error> {
+        let program = program::find("qemu-system-x86_64")?;
+        let machine = machine::start(bench)?;
+        let line = machine.exec(["cat", "/proc/cmdline"]).output()?.stdout;
+        let rootfs = machine.image().rootfs.clone();
+        machine.kill();
+        let words: Vec<String> = String::from_utf8_lossy(&line)
+            .split_ascii_whitespace()
+            .filter(|word| !word.starts_with("virtio_mmio.") && !word.starts_with("console="))
+            .map(str::to_owned)
+            .collect();
+        Ok(Self {
+            program,
+            engine: bench.engine,
+            kernel: find_guest(None)?.kernel,
+            rootfs,
+            words: words.join(" "),
+        })
+    }
+
+    /// The command that boots it and prints `hello`.
+    pub(crate) fn command(&self) -> Command {
+        // Its first device is at the last of its places. What follows `--` is the shell's, so QEMU
+        // must not add words itself.
+        let line = format!(
+            "{} console=ttyS0 virtio_mmio.device=512@0xfeb00e00:12 root=/dev/vda rootfstype=erofs \
+             ro init=/bin/sh -- -c \"{HELLO}\"",
+            self.words
+        );
+        let (accelerator, cpu) = match self.engine {
+            EngineKind::Native => ("kvm", "host"),
+            EngineKind::Emulated => ("tcg", "max,-erms,-fsrm"),
+        };
+        let mut qemu = Command::new(&self.program);
+        qemu.args(["-machine", &format!("{MICROVM},memory-backend=ram")])
+            .args([
+                "-object",
+                &format!("memory-backend-memfd,id=ram,size={MEMORY_MIB}M"),
+            ])
+            .args([
+                "-m",
+                &format!("{MEMORY_MIB}M"),
+                "-accel",
+                accelerator,
+                "-cpu",
+                cpu,
+            ])
+            .args(["-nodefaults", "-no-user-config", "-display", "none"])
+            .args(["-no-reboot", "-serial", "stdio"])
+            .arg("-drive")
+            .arg(format!(
+                "id=root,file={},format=raw,if=none,readonly=on",
+                self.rootfs.display()
+            ))
+            .args(["-device", "virtio-blk-device,drive=root", "-append", &line])
+            .arg("-kernel")
+            .arg(&self.kernel)
+            .stdin(Stdio::null());
+        qemu
+    }
+}
+
+/// As small as QEMU's documentation makes it; the clock saves the kernel a second of waiting.
+const MICROVM: &str = "microvm,x-option-roms=off,pit=off,pic=off,rtc=on,isa-serial=on,acpi=off,auto-kernel-cmdline=off";
+
+/// Killed when dropped.
+pub(crate) struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts a command and waits for its first byte.
+pub(crate) fn first_byte(command: &mut Command) -> Result<(Running, f64), Error> {
+    let start = Instant::now();
+    let child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(Error::start(command))?;
+    let mut running = Running(child);
+    let mut byte = [0; 1];
+    let got = match running.0.stdout.as_mut() {
+        Some(stdout) => stdout.read(&mut byte).unwrap_or(0),
+        None => 0,
+    };
+    let took = milliseconds(start.elapsed());
+    if got == 0 {
+        return Err(Error::Other(format!("{command:?} printed nothing")));
+    }
+    Ok((running, took))
+}
+
+/// Start to first output and memory of ours and of QEMU's microvm, in turns.
+pub(crate) fn microvm(
+    bench: &Bench,
+    runs: usize,
+    report: &mut Report,
+    progress: Progress,
+) -> Result<(), Error> {
+    let peer = Microvm::new(bench)?;
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    let (mut beside, mut touched) = (Vec::new(), Vec::new());
+    // The first turn brings the files into the page cache.
+    for run in 0..=runs {
+        progress.say(&format!("beside {QEMU}: {run}/{runs}"));
+        let (mut running, took) = first_byte(&mut bench.run(1, &["echo", "hello"]))?;
+        let _ = running.0.wait();
+        let (running, their_took) = first_byte(&mut peer.command())?;
+        let usage = Usage::of(running.0.id(), MEMORY_MIB)?;
+        drop(running);
+        if run > 0 {
+            ours.push(took);
+            theirs.push(their_took);
+            touched.push(usage.guest_mib());
+            beside.push(usage.beside_guest_mib());
+        }
+    }
+    let engine = bench.engine.name();
+    report.add(format!("{FIRST_OUTPUT}, side by side"), engine, "ms", ours);
+    for (name, unit, values) in [
+        (format!("{FIRST_OUTPUT}, side by side"), "ms", theirs),
+        (BESIDE.to_owned(), "MiB", beside),
+        (TOUCHED.to_owned(), "MiB", touched),
+    ] {
+        report.add_peer(QEMU, name, engine, unit, values);
+    }
+    Ok(())
+}
+
+/// Runs in smolvm's Python package and prints one line of JSON for each machine.
+const SMOLVM_SCRIPT: &str = include_str!("../peers/smolvm.py");
+
+/// What the script says of one machine, times in milliseconds.
+#[derive(serde::Deserialize)]
+struct SmolvmRun {
+    output: f64,
+    exec: Vec<f64>,
+    pid: u32,
+}
+
+/// smolvm's own library, in one process that makes all machines, beside ours in another.
+pub(crate) fn smolvm(
+    bench: &Bench,
+    package: &Path,
+    runs: usize,
+    report: &mut Report,
+    progress: Progress,
+) -> Result<(), Error> {
+    if !package.join("smol").is_dir() {
+        return Err(Error::Other(format!(
+            "smolvm is not at {} (`cargo xtask bench --peers` fetches it)",
+            package.display()
+        )));
+    }
+    if bench.engine == EngineKind::Emulated {
+        return Err(Error::Other(
+            "smolvm needs a KVM on which Linux boots".to_owned(),
+        ));
+    }
+    let temp = tempfile::tempdir().map_err(Error::file("creating", &std::env::temp_dir()))?;
+    let home = temp.path().join("home");
+    fs::create_dir(&home).map_err(Error::file("creating", &home))?;
+    let script = temp.path().join("smolvm.py");
+    fs::write(&script, SMOLVM_SCRIPT).map_err(Error::file("writing", &script))?;
+    let mut python = Command::new("python3");
+    python
+        .arg(&script)
+        .arg(package)
+        .arg(&bench.image)
+        .arg(MEMORY_MIB.to_string())
+        .env("HOME", &home)
+        .env("SMOLVM_BOOT_BINARY", helper(package, temp.path())?)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = Running(python.spawn().map_err(Error::start(&python))?);
+    let mut lines = Lines::of(&mut child.0)?;
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    let (mut our_exec, mut their_exec) = (Vec::new(), Vec::new());
+    let (mut beside, mut touched) = (Vec::new(), Vec::new());
+    for run in 0..=runs {
+        progress.say(&format!("beside {SMOLVM}: {run}/{runs}"));
+        let start = Instant::now();
+        let machine = machine::start(bench)?;
+        machine.exec(["echo", "hello"]).output()?;
+        let took = milliseconds(start.elapsed());
+        let times = round_trips(&machine)?;
+        machine.kill();
+        let their: SmolvmRun = lines.next_run()?;
+        let usage = Usage::of(their.pid, MEMORY_MIB)?;
+        lines.go_on()?;
+        if run > 0 {
+            ours.push(took);
+            our_exec.extend(times);
+            theirs.push(their.output);
+            their_exec.extend(their.exec);
+            beside.push(usage.beside_guest_mib());
+            touched.push(usage.guest_mib());
+        }
+    }
+    let engine = bench.engine.name();
+    let start = "start call to a command's output, library";
+    let exec = "exec `true` round trip";
+    report.add(start, engine, "ms", ours);
+    report.add_peer(SMOLVM, start, engine, "ms", theirs);
+    report.add(format!("{exec}, side by side"), engine, "ms", our_exec);
+    report.add_peer(
+        SMOLVM,
+        format!("{exec}, side by side"),
+        engine,
+        "ms",
+        their_exec,
+    );
+    report.add_peer(SMOLVM, BESIDE, engine, "MiB", beside);
+    report.add_peer(SMOLVM, TOUCHED, engine, "MiB", touched);
+    Ok(())
+}
+
+/// How often `true` is run in each machine.
+const ROUND_TRIPS: usize = 10;
+
+fn round_trips(machine: &Machine) -> Result<Vec<f64>, Error> {
+    (0..ROUND_TRIPS)
+        .map(|_| {
+            let start = Instant::now();
+            machine::run_true(machine)?;
+            Ok(milliseconds(start.elapsed()))
+        })
+        .collect()
+}
+
+/// The package's own monitor. An archive that was only unpacked has lost its mode.
+fn helper(package: &Path, temp: &Path) -> Result<PathBuf, Error> {
+    let packaged = package.join("smol/smol-vmm");
+    let helper = temp.join("smol-vmm");
+    fs::copy(&packaged, &helper).map_err(Error::file("copying", &packaged))?;
+    fs::set_permissions(&helper, Permissions::from_mode(0o755))
+        .map_err(Error::file("making executable", &helper))?;
+    Ok(helper)
+}
+
+/// The script's side: a line for each machine, which lives until it is answered.
+struct Lines {
+    from: std::io::BufReader<std::process::ChildStdout>,
+    to: std::process::ChildStdin,
+    complaints: std::process::ChildStderr,
+}
+
+impl Lines {
+    fn of(child: &mut Child) -> Result<Self, Error> {
+        match (child.stdout.take(), child.stdin.take(), child.stderr.take()) {
+            (Some(from), Some(to), Some(complaints)) => Ok(Self {
+                from: std::io::BufReader::new(from),
+                to,
+                complaints,
+            }),
+            _ => Err(Error::Other("the script has no pipes".to_owned())),
+        }
+    }
+
+    fn next_run(&mut self) -> Result<SmolvmRun, Error> {
+        use std::io::BufRead;
+        let mut line = String::new();
+        let _ = self.from.read_line(&mut line);
+        serde_json::from_str(&line).map_err(|_| {
+            let mut said = String::new();
+            let _ = self.complaints.read_to_string(&mut said);
+            let last = said.lines().rev().find(|line| !line.trim().is_empty());
+            Error::Other(format!("smolvm: {}", last.unwrap_or("said nothing")))
+        })
+    }
+
+    fn go_on(&mut self) -> Result<(), Error> {
+        use std::io::Write;
+        writeln!(self.to, "go on").map_err(|error| Error::Other(format!("smolvm: {error}")))
+    }
+}

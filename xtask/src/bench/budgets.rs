@@ -1,0 +1,386 @@
+//! Budgets: counts that a change may not raise unnoticed. Each is a file in `benches/budgets`.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::results::{Measurement, Profile, Results, counted, number};
+use crate::error::{Error, Result};
+use crate::host;
+
+/// Parts below this share of the whole are not in a budget's file.
+const SMALLEST_SHARE: u64 = 2000;
+/// How many parts that grew are named.
+const NAMED: usize = 10;
+
+/// One file. All but `measured` and `parts` is written by people.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Budget {
+    /// The measurement that has this budget.
+    pub(super) name: String,
+    pub(super) engine: String,
+    pub(super) unit: String,
+    /// What `--filter` makes the measurement with.
+    pub(super) entry: String,
+    /// The profile whose parts are remembered, so that a failure names what grew.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) profile: Option<String>,
+    /// What we want to reach.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) goal: Option<f64>,
+    /// How much more than `measured` is allowed, as a share of it.
+    pub(super) tolerance: f64,
+    /// Why that much.
+    pub(super) why: String,
+    /// What it was when the budget was set: the least of some runs, because other work on the host
+    /// only adds to counts.
+    pub(super) measured: f64,
+    /// What that was made of, as far as it matters.
+    #[serde(default)]
+    pub(super) parts: BTreeMap<String, u64>,
+    #[serde(skip)]
+    path: PathBuf,
+}
+
+/// What became of one budget.
+pub(super) enum Verdict<'a> {
+    Within(&'a Measurement),
+    /// Too much, and what grew.
+    Exceeded(&'a Measurement, Vec<String>),
+    /// It could not be measured here, and why.
+    Skipped(String),
+    /// Nothing makes a measurement of that name.
+    Missing,
+}
+
+fn dir() -> PathBuf {
+    host::repo().join("benches/budgets")
+}
+
+/// All budgets, by the names of their files.
+pub(super) fn all() -> Result<Vec<Budget>> {
+    let dir = dir();
+    let mut paths: Vec<PathBuf> = fs::read_dir(&dir)
+        .map_err(Error::file("reading", &dir))?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|ext| ext == "json"))
+        .collect();
+    paths.sort();
+    paths
+        .into_iter()
+        .map(|path| {
+            let refused =
+                |error| Error::other(format!("reading the budget {}: {error}", path.display()));
+            let budget: Budget = serde_json::from_slice(&host::read(&path)?).map_err(refused)?;
+            Ok(Budget { path, ..budget })
+        })
+        .collect()
+}
+
+impl Budget {
+    /// The most that is allowed.
+    pub(super) fn limit(&self) -> f64 {
+        self.measured * (1.0 + self.tolerance)
+    }
+
+    pub(super) fn verdict<'a>(&self, results: &'a Results) -> Verdict<'a> {
+        let Some(found) = results.find(&self.name, &self.engine) else {
+            let skipped = results.skipped().find(|skipped| skipped.name == self.entry);
+            return skipped.map_or(Verdict::Missing, |skipped| {
+                Verdict::Skipped(skipped.reason.clone())
+            });
+        };
+        if found.min <= self.limit() {
+            return Verdict::Within(found);
+        }
+        let profile = self.profile_in(results);
+        let grown = profile.map(|now| growth(&self.parts, now, cutoff(&self.parts), NAMED));
+        Verdict::Exceeded(found, grown.unwrap_or_default())
+    }
+
+    fn profile_in<'a>(&self, results: &'a Results) -> Option<&'a Profile> {
+        let name = self.profile.as_ref()?;
+        results
+            .profiles()
+            .find(|profile| profile.name == *name && profile.engine == self.engine)
+    }
+
+    /// Takes what was measured for the new budget; tells whether it was measured.
+    fn update(&mut self, results: &Results) -> bool {
+        let Some(found) = results.find(&self.name, &self.engine) else {
+            return false;
+        };
+        self.measured = found.min;
+        if let Some(profile) = self.profile_in(results) {
+            self.parts = parts(profile, profile.total / SMALLEST_SHARE);
+        }
+        true
+    }
+
+    /// The line for the one who reads why a test failed.
+    fn exceeded(&self, found: &Measurement, grown: &[String]) -> String {
+        let mut text = format!(
+            "{} ({}): {} {}, which is {} more than when the budget of {} was set\n",
+            self.name,
+            self.engine,
+            number(found.min),
+            self.unit,
+            number(found.min - self.measured),
+            number(self.limit())
+        );
+        for part in grown {
+            let _ = writeln!(text, "    {part}");
+        }
+        let _ = writeln!(
+            text,
+            "    if that is worth it: cargo xtask bench --filter {} --update-budgets",
+            self.entry
+        );
+        text
+    }
+}
+
+/// The parts of a profile that have at least `smallest`.
+pub(super) fn parts(profile: &Profile, smallest: u64) -> BTreeMap<String, u64> {
+    (profile.parts.iter())
+        .filter(|part| part.count >= smallest)
+        .map(|part| (part.name.clone(), part.count))
+        .collect()
+}
+
+/// Parts smaller than the smallest that is remembered were not written down.
+fn cutoff(parts: &BTreeMap<String, u64>) -> u64 {
+    parts.values().copied().min().unwrap_or(0)
+}
+
+/// What grew most since `before`, in words. A part that is not in `before` had at most `unseen`.
+pub(super) fn growth(
+    before: &BTreeMap<String, u64>,
+    now: &Profile,
+    unseen: u64,
+    most: usize,
+) -> Vec<String> {
+    let mut grown: Vec<(u64, String)> = (now.parts.iter())
+        .filter_map(|part| {
+            let was = before.get(&part.name);
+            let more = part.count.checked_sub(was.copied().unwrap_or(unseen))?;
+            let was = match (was, unseen) {
+                (Some(was), _) => counted(*was),
+                (None, 0) => "none".to_owned(),
+                (None, unseen) => format!("less than {}", counted(unseen)),
+            };
+            let words = format!(
+                "{:>12}  {} ({was} -> {})",
+                format!("+{}", counted(more)),
+                part.name,
+                counted(part.count)
+            );
+            (more > 0).then_some((more, words))
+        })
+        .collect();
+    grown.sort_by_key(|(more, _)| std::cmp::Reverse(*more));
+    grown.truncate(most);
+    grown.into_iter().map(|(_, words)| words).collect()
+}
+
+/// Budgets that were kept, that were not (in words), and that could not be looked at here.
+#[derive(Default)]
+pub(super) struct Outcome {
+    pub(super) kept: usize,
+    pub(super) broken: Vec<String>,
+    /// Name and reason.
+    pub(super) skipped: Vec<(String, String)>,
+}
+
+/// Holds results against the budgets.
+pub(super) fn check(budgets: &[Budget], results: &Results) -> Outcome {
+    let mut outcome = Outcome::default();
+    for budget in budgets {
+        match budget.verdict(results) {
+            Verdict::Within(_) => outcome.kept += 1,
+            Verdict::Exceeded(found, grown) => {
+                outcome.broken.push(budget.exceeded(found, &grown));
+            }
+            Verdict::Skipped(why) => outcome.skipped.push((budget.name.clone(), why)),
+            Verdict::Missing => outcome.broken.push(format!(
+                "{} ({}): `--filter {}` makes no measurement of this name; was it renamed?\n",
+                budget.name, budget.engine, budget.entry
+            )),
+        }
+    }
+    outcome
+}
+
+/// The table of those budgets whose counts were measured.
+pub(super) fn table(budgets: &[Budget], results: &Results) -> String {
+    let mut text = String::new();
+    for budget in budgets {
+        let (found, state) = match budget.verdict(results) {
+            Verdict::Within(found) => (found, "kept"),
+            Verdict::Exceeded(found, _) => (found, "EXCEEDED"),
+            Verdict::Skipped(_) | Verdict::Missing => continue,
+        };
+        if text.is_empty() {
+            let _ = writeln!(
+                text,
+                "\n{:58} {:9} {:>13} {:>13} {:9} {:>13} goal",
+                "budget", "engine", "measured", "limit", "", "goal"
+            );
+        }
+        let goal = match budget.goal {
+            None => "",
+            Some(goal) if found.min <= goal => "met",
+            Some(_) => "not met",
+        };
+        let _ = writeln!(
+            text,
+            "{:58} {:9} {:>13} {:>13} {state:9} {:>13} {goal}",
+            format!("{}, {}", budget.name, budget.unit),
+            budget.engine,
+            number(found.min),
+            number(budget.limit()),
+            budget.goal.map(number).unwrap_or_default(),
+        );
+    }
+    text
+}
+
+/// Writes what was measured into the files; returns what changed, in words.
+pub(super) fn update(budgets: Vec<Budget>, results: &Results) -> Result<Vec<String>> {
+    let mut changed = Vec::new();
+    for mut budget in budgets {
+        let was = budget.measured;
+        if !budget.update(results) {
+            continue;
+        }
+        let mut text = serde_json::to_string_pretty(&budget)
+            .map_err(|error| Error::other(format!("writing a budget: {error}")))?;
+        text.push('\n');
+        host::write_atomic(&budget.path, text.as_bytes())?;
+        changed.push(format!(
+            "budget of {} ({}): {} -> {}",
+            budget.name,
+            budget.engine,
+            number(was),
+            number(budget.measured)
+        ));
+    }
+    Ok(changed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::results::Skipped;
+    use super::super::results::testing::{measured, profile, results};
+    use super::*;
+
+    fn budget() -> Budget {
+        Budget {
+            name: "boot".to_owned(),
+            engine: "emulated".to_owned(),
+            unit: "instructions".to_owned(),
+            entry: "boot-instructions".to_owned(),
+            profile: Some("boot".to_owned()),
+            goal: Some(900.0),
+            tolerance: 0.02,
+            why: String::new(),
+            measured: 1000.0,
+            parts: BTreeMap::from([("sort_r".to_owned(), 300), ("strlen".to_owned(), 200)]),
+            path: PathBuf::new(),
+        }
+    }
+
+    fn run(total: f64, parts: &[(&str, u64)]) -> Results {
+        results(
+            vec![measured("boot", "instructions", &[total])],
+            vec![profile("boot", parts)],
+        )
+    }
+
+    #[test]
+    fn a_budget_that_is_exceeded_names_the_functions_that_grew() {
+        let now = run(
+            1500.0,
+            &[
+                ("sort_r", 420),
+                ("strlen", 200),
+                ("new_thing", 580),
+                ("x", 3),
+            ],
+        );
+        let outcome = check(&[budget()], &now);
+        assert_eq!((outcome.kept, outcome.broken.len()), (0, 1));
+        let said = &outcome.broken[0];
+        let new = said.find("+380  new_thing (less than 200 -> 580)").unwrap();
+        let grown = said.find("+120  sort_r (300 -> 420)").unwrap();
+        assert!(new < grown, "{said}");
+        assert!(!said.contains("strlen"), "{said}");
+        assert!(said.contains("500 more"), "{said}");
+        assert!(said.contains("--update-budgets"), "{said}");
+    }
+
+    #[test]
+    fn what_values_of_one_build_differ_by_is_allowed() {
+        let outcome = check(&[budget()], &run(1020.0, &[]));
+        assert_eq!((outcome.kept, outcome.broken.len()), (1, 0));
+        let outcome = check(&[budget()], &run(1021.0, &[]));
+        assert_eq!((outcome.kept, outcome.broken.len()), (0, 1));
+    }
+
+    #[test]
+    fn what_cannot_be_measured_here_is_skipped_and_what_nothing_measures_is_broken() {
+        let mut now = results(Vec::new(), Vec::new());
+        let outcome = check(&[budget()], &now);
+        assert_eq!((outcome.broken.len(), outcome.skipped.len()), (1, 0));
+        now.parts[0].report.skipped.push(Skipped {
+            name: "boot-instructions".to_owned(),
+            reason: "no compiler".to_owned(),
+        });
+        let outcome = check(&[budget()], &now);
+        assert_eq!((outcome.broken.len(), outcome.skipped.len()), (0, 1));
+    }
+
+    #[test]
+    fn the_table_says_whether_a_goal_is_met() {
+        let text = table(&[budget()], &run(950.0, &[]));
+        assert!(
+            text.contains("kept") && text.trim_end().ends_with("not met"),
+            "{text}"
+        );
+        let text = table(&[budget()], &run(850.0, &[]));
+        assert!(
+            text.trim_end().ends_with(" met") && !text.contains("not met"),
+            "{text}"
+        );
+        let text = table(&[budget()], &run(2000.0, &[]));
+        assert!(text.contains("EXCEEDED"), "{text}");
+    }
+
+    #[test]
+    fn an_update_takes_what_matters_of_a_profile() {
+        let mut budget = budget();
+        let now = run(4000.0, &[("sort_r", 3000), ("strlen", 999), ("tiny", 1)]);
+        assert!(budget.update(&now));
+        assert_eq!(budget.measured, 4000.0);
+        assert_eq!(budget.parts.len(), 2);
+        assert!(!budget.update(&results(Vec::new(), Vec::new())));
+    }
+
+    #[test]
+    fn every_budget_in_the_repository_can_be_read_and_says_why() {
+        let budgets = all().unwrap();
+        assert!(!budgets.is_empty());
+        for budget in budgets {
+            assert!(budget.why.len() > 20, "{}", budget.name);
+            assert!(
+                budget.measured > 0.0,
+                "{}: set it with --update-budgets",
+                budget.name
+            );
+            assert!(budget.tolerance < 0.5, "{}", budget.name);
+        }
+    }
+}
