@@ -376,6 +376,11 @@ pub(super) fn is_reset(packet: &[u8]) -> bool {
     tcp_of(packet).is_some_and(|(_, _, tcp)| tcp.rst())
 }
 
+/// Bytes of data in a packet.
+pub(super) fn data_len(packet: &[u8]) -> usize {
+    tcp_of(packet).map_or(0, |(_, _, tcp)| tcp.payload().len())
+}
+
 /// The sequence number after a packet's last.
 pub(super) fn end_of(packet: &[u8]) -> Option<TcpSeqNumber> {
     let (_, _, tcp) = tcp_of(packet)?;

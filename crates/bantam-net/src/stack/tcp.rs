@@ -35,6 +35,9 @@ const CONNECT: Duration = Duration::from_secs(75);
 pub(super) const IDLE: Duration = Duration::from_secs(2 * 3600 + 4 * 60);
 /// Least pause before a connection that had nothing to send says again that it has.
 const RECHECK: Duration = Duration::from_millis(5);
+/// For how long an acknowledgement waits for the host's answer to go with: that of a request that one
+/// or two segments hold.
+const ACK_DELAY: Duration = Duration::from_millis(1);
 /// Packets that one connection sends before the next gets its turn.
 const TURN: usize = 32;
 
@@ -73,10 +76,36 @@ pub(super) struct Flow {
     /// full before the window is, and frames are dropped ("RcvPruned" in its statistics).
     measured: bool,
     losses: Losses,
+    /// Bytes of the guest's that came since it was last sent anything.
+    unacknowledged: usize,
+    /// When they must be acknowledged.
+    ack_due: Option<Instant>,
     /// Something happened: it is in `Tcp::ready`.
     queued: bool,
     timer: Option<Instant>,
     last_active: Instant,
+}
+
+impl Flow {
+    /// Notes a segment of the guest's with `len` bytes of data, which was answered already or not.
+    fn received(&mut self, answered: bool, len: usize, now: Instant) {
+        if answered {
+            self.ack_due = None;
+            self.unacknowledged = 0;
+        } else if len > 0 {
+            self.unacknowledged += len;
+            self.ack_due.get_or_insert(now + ACK_DELAY);
+        }
+    }
+
+    /// Whether all that could be sent is an acknowledgement that is not due yet.
+    fn may_wait(&self, now: Instant) -> bool {
+        let socket = self.sockets.get::<Socket<'_>>(self.handle);
+        self.ack_due.is_some_and(|due| now < due)
+            && self.unacknowledged <= 2 * usize::from(self.mss)
+            && socket.state() == State::Established
+            && socket.send_queue() == 0
+    }
 }
 
 /// A destination as the policy saw it.
@@ -233,6 +262,8 @@ impl Tcp {
             mss: 536,
             measured: false,
             losses: Losses::default(),
+            unacknowledged: 0,
+            ack_due: None,
             queued: false,
             timer: None,
             last_active: now,
@@ -261,7 +292,9 @@ impl Tcp {
         let mut wire = Wire::new(Some(packet), output, flow.mss);
         self.interface
             .poll_ingress_single(at, &mut wire, &mut flow.sockets);
+        let answered = wire.sent > 0;
         flow.losses.sent(wire.end);
+        flow.received(answered, pump::data_len(packet), now);
         if let Some(ack) = pump::acknowledgement(packet)
             && flow.losses.acknowledged(&ack)
         {
@@ -438,6 +471,13 @@ impl Tcp {
             // A guest may stand still (paused, stopped at a breakpoint) for as long as it likes.
             socket.set_timeout(None);
         }
+        if !moved.more && flow.may_wait(now) {
+            let due = flow.ack_due;
+            if let Some(due) = due {
+                self.set_timer(id, due);
+            }
+            return;
+        }
         let headers = if flow.key.guest.is_ipv4() { 40 } else { 60 };
         let whole = usize::from(flow.mss) + headers;
         let mut wire = Wire::new(None, output, flow.mss);
@@ -455,6 +495,10 @@ impl Tcp {
         }
         let sent = wire.sent;
         flow.losses.sent(wire.end);
+        if sent > 0 {
+            flow.ack_due = None;
+            flow.unacknowledged = 0;
+        }
         more |= sent >= TURN || !wire.has_room();
         let socket = flow.sockets.get_mut::<Socket<'_>>(flow.handle);
         // The guest must get the acknowledgement of its end.
