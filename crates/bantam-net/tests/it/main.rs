@@ -5,9 +5,9 @@
 
 mod guest;
 mod hostile;
-mod loss;
 mod names;
 mod ports;
 mod rules;
+mod segments;
 mod tcp;
 mod udp;

@@ -77,6 +77,18 @@ fn frames_go_out_with_their_headers() {
 }
 
 #[test]
+fn the_driver_is_told_of_frames_that_are_gone_though_nothing_follows() {
+    for &transport in Transport::ALL {
+        let (mut guest, _network) = start(transport);
+        let bytes = [&[0; 12][..], &frame(60, 3)].concat();
+        let addr = guest.place(&bytes);
+        guest.submit(1, &[Buffer::readable(addr, bytes.len() as u32)]);
+        assert!(guest.wait_interrupt(1, Instant::now() + PATIENCE));
+        assert!(guest.has_used(1));
+    }
+}
+
+#[test]
 fn frames_that_make_no_sense_are_dropped() {
     for &transport in Transport::ALL {
         let (mut guest, network) = start(transport);

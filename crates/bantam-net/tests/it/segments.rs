@@ -1,9 +1,9 @@
-//! A guest that loses data of a download: played by hand, because what a Linux guest says then
+//! Segments one by one, with a guest that is played by hand: what a Linux guest says when it loses data
 //! (windows that change, selective acknowledgements) smoltcp's own would not.
 
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bantam_net::{Config, FrameInfo, Offloads};
 use smoltcp::wire::{Ipv4Packet, TcpControl, TcpPacket, TcpRepr, TcpSeqNumber};
@@ -16,7 +16,7 @@ const SHIFT: u8 = 7;
 /// What the guest's windows are, in bytes, unless a test says otherwise.
 const WINDOW: usize = 1 << 20;
 
-/// The receiving end of one connection.
+/// The guest's end of one connection.
 struct Receiver {
     guest: Guest,
     server: TcpStream,
@@ -29,6 +29,10 @@ struct Receiver {
     came: usize,
     /// What came after a gap: from and to.
     later: Vec<(usize, usize)>,
+    /// How much of ours the stack has acknowledged.
+    acknowledged: TcpSeqNumber,
+    /// Segments that came, with data or without.
+    segments: usize,
     /// What the guest says with each acknowledgement.
     window: usize,
     selective: bool,
@@ -91,6 +95,8 @@ impl Receiver {
             first: first.unwrap(),
             came: 0,
             later: Vec::new(),
+            acknowledged: own + 1,
+            segments: 0,
             window: WINDOW,
             selective,
         };
@@ -100,6 +106,11 @@ impl Receiver {
 
     /// The guest says what it has and what it takes.
     fn acknowledge(&mut self) {
+        self.send(&[]);
+    }
+
+    /// The same, with data of its own.
+    fn send(&mut self, data: &[u8]) {
         let mut sack_ranges = [None; 3];
         if self.selective {
             let at = |offset| (self.first + offset).0.cast_unsigned();
@@ -119,8 +130,9 @@ impl Receiver {
             sack_permitted: false,
             sack_ranges,
             timestamp: None,
-            payload: &[],
+            payload: data,
         };
+        self.own += data.len();
         let ack = frame(&self.guest.addresses, &ack);
         self.guest.stack.receive(&ack, &FrameInfo::default());
     }
@@ -143,9 +155,12 @@ impl Receiver {
             let pause = self.guest.stack.run();
             let before = pieces.len();
             let first = self.first;
+            let (acknowledged, segments) = (&mut self.acknowledged, &mut self.segments);
             while self.guest.stack.take_frame(|bytes, _| {
                 let ip = Ipv4Packet::new_unchecked(&bytes[14..]);
                 let tcp = TcpPacket::new_unchecked(ip.payload());
+                *acknowledged = tcp.ack_number();
+                *segments += 1;
                 if !tcp.payload().is_empty() {
                     let start = tcp.seq_number() - first;
                     pieces.push((start, start + tcp.payload().len()));
@@ -290,4 +305,57 @@ fn the_first_whole_segment_comes_by_itself() {
     assert_eq!(pieces[0], (0, 1460));
     // The others are as long as may be.
     assert!(pieces.len() < 10, "{pieces:?}");
+}
+
+#[test]
+fn a_short_request_is_acknowledged_with_its_answer() {
+    let mut receiver = Receiver::new(true);
+    receiver.turn_at_once();
+    receiver.server.set_nonblocking(false).unwrap();
+    for _ in 0..100 {
+        let (before, start) = (receiver.segments, Instant::now());
+        receiver.send(&[1; 100]);
+        receiver.turn_at_once();
+        // On a busy host it is soon the time for it to go by itself.
+        let alone = start.elapsed() >= Duration::from_millis(1);
+        assert!(alone || receiver.segments == before);
+        receiver.server.read_exact(&mut [0; 100]).unwrap();
+        receiver.server.write_all(&[2; 50]).unwrap();
+        let up_to = receiver.came + 50;
+        while receiver.came < up_to {
+            for piece in receiver.turn().0 {
+                receiver.keep(piece);
+            }
+        }
+        assert_eq!(receiver.acknowledged, receiver.own);
+    }
+}
+
+#[test]
+fn a_short_request_without_an_answer_is_acknowledged_soon() {
+    let mut receiver = Receiver::new(true);
+    receiver.turn_at_once();
+    receiver.send(&[1; 100]);
+    let mut waited = Duration::ZERO;
+    while receiver.acknowledged != receiver.own {
+        let (_, pause) = receiver.turn_at_once();
+        if receiver.acknowledged == receiver.own {
+            break;
+        }
+        let pause = pause.expect("a timer");
+        waited += pause;
+        receiver.guest.wait(pause);
+    }
+    assert!(waited <= Duration::from_millis(2), "{waited:?}");
+}
+
+#[test]
+fn more_than_two_segments_are_acknowledged_at_once() {
+    let mut receiver = Receiver::new(true);
+    receiver.turn_at_once();
+    for _ in 0..3 {
+        receiver.send(&[1; 1460]);
+    }
+    receiver.turn_at_once();
+    assert_eq!(receiver.acknowledged, receiver.own);
 }
