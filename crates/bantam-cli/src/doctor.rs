@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use bantam::{Availability, EngineChoice, EngineReport, find_guest, probe_engines};
+use bantam::{Availability, Confinement, EngineChoice, EngineReport, find_guest, probe_engines};
 use serde::Serialize;
 
 use crate::Outcome;
@@ -21,6 +21,7 @@ struct Report {
     emulated: Check,
     guest: Check,
     images: Check,
+    confinement: Check,
     version: &'static str,
 }
 
@@ -82,6 +83,7 @@ impl Report {
             emulated: check(&engines.emulated),
             guest: Check::new(guest),
             images: Check::new(space(&images)),
+            confinement: Check::new(confinement()),
             version: env!("CARGO_PKG_VERSION"),
         })
     }
@@ -93,6 +95,7 @@ impl Report {
             ("emulated engine", &self.emulated),
             ("guest", &self.guest),
             ("image store", &self.images),
+            ("confinement", &self.confinement),
         ] {
             let mark = if check.ok { "ok" } else { "no" };
             text.push_str(&format!("{name:<16} {mark:<3} {}\n", check.text));
@@ -103,6 +106,29 @@ impl Report {
             None => "Machines cannot run here: no engine works.\n".to_owned(),
         });
         text
+    }
+}
+
+/// How far the process of a named machine can be kept from everything that is not the machine's.
+fn confinement() -> Result<String, String> {
+    let Confinement {
+        files,
+        system_calls,
+    } = Confinement::probe();
+    let named = [
+        ("files (Landlock)", files),
+        ("system calls (seccomp)", system_calls),
+    ];
+    let list = |has: bool| -> Vec<_> {
+        let of = named.iter().filter(|(_, there)| *there == has);
+        of.map(|(name, _)| *name).collect()
+    };
+    match list(false)[..] {
+        [] => Ok(list(true).join(", ")),
+        ref missing => Err(format!(
+            "this kernel cannot restrict {}: machines run, less confined",
+            missing.join(" and ")
+        )),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Which engine runs a machine, and what this host offers.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use bantam_hypervisor::{HostKind, HwExtension};
@@ -105,17 +106,29 @@ fn probe_native() -> Availability {
     }
 }
 
-#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 fn probe_emulated() -> Availability {
-    match crate::emulated::find_qemu() {
+    match emulator() {
         Ok(path) => Availability::Ready(path.display().to_string()),
         Err(reason) => Availability::Unusable(reason),
     }
 }
 
+/// The program that the emulated engine starts: QEMU, from `$BANTAM_QEMU` or the `PATH`.
+///
+/// # Errors
+/// Why there is none, and how to get it.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+pub fn emulator() -> Result<PathBuf, String> {
+    crate::emulated::find_qemu()
+}
+
+/// The program that the emulated engine starts: none on this platform yet.
+///
+/// # Errors
+/// Always.
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
-fn probe_emulated() -> Availability {
-    Availability::Unusable("not supported on this platform yet".to_owned())
+pub fn emulator() -> Result<PathBuf, String> {
+    Err("not supported on this platform yet".to_owned())
 }
 
 impl EngineReport {

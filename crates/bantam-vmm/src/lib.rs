@@ -28,7 +28,7 @@ mod vm;
 
 pub use config::{Disk, GuestKernel, MemorySize, VmConfig};
 pub use console::ConsoleLog;
-pub use engine::{Availability, EngineChoice, EngineKind, EngineReport, probe_engines};
+pub use engine::{Availability, EngineChoice, EngineKind, EngineReport, emulator, probe_engines};
 pub use error::VmmError;
 pub use inherited::inherit_nothing;
 pub use timeline::{Phase, Timeline};

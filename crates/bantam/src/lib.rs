@@ -30,6 +30,7 @@ mod capped;
 mod child;
 mod clock;
 mod command;
+mod confine;
 mod control;
 mod copy;
 pub mod disk;
@@ -69,6 +70,7 @@ pub use bantam_vmm::{
 pub use builder::MachineBuilder;
 pub use child::{Child, ChildHandle, ChildStderr, ChildStdin, ChildStdout};
 pub use command::{Exec, Running};
+pub use confine::Confinement;
 pub use copy::{Copied, CopyOptions};
 pub use error::Error;
 pub use files::FileInfo;

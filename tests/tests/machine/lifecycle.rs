@@ -5,7 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use bantam_e2e::{Running, TestHome, tests_with_home};
+use bantam::Confinement;
+use bantam_e2e::{Running, TestHome, skip, tests_with_home};
 
 use crate::rules::assert_private;
 
@@ -44,6 +45,29 @@ tests_with_home! {
         home.wait_for_no_process();
         assert!(!home.machine_dir("m").exists());
         home.create("m", &[]);
+        home.delete("m");
+    }
+
+    fn the_processes_of_a_machine_have_given_up_what_it_does_not_need(home) {
+        let can = Confinement::probe();
+        if !can.files || !can.system_calls {
+            skip("confinement", "this kernel has no Landlock or no seccomp");
+            return;
+        }
+        home.create("m", &["--net"]);
+        home.ok(["start", "-n", "m"]);
+        let processes = home.processes();
+        assert!(!processes.is_empty());
+        for (pid, line) in processes {
+            let status = format!("/proc/{}/status", pid.as_raw_nonzero());
+            let status = fs::read_to_string(status).unwrap();
+            for expected in ["NoNewPrivs:\t1\n", "Seccomp:\t2\n"] {
+                assert!(status.contains(expected), "{line}: {status}");
+            }
+        }
+        // It would say so if a part of it were missing.
+        let log = fs::read_to_string(home.machine_dir("m").join("vmm.log")).unwrap();
+        assert_eq!(log, "");
         home.delete("m");
     }
 

@@ -19,6 +19,7 @@ mod info;
 mod ipc;
 mod log;
 mod name;
+mod reach;
 mod record;
 mod start;
 mod stats;

@@ -17,8 +17,11 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use super::changes::changed_meanwhile;
 use super::dir::{MachineDir, MachineLock};
 use super::ipc::{self, RemoteError, Reply, Request, RunningStatus, StartRequest};
+use super::reach;
 use super::record::{End, EndKind, LastRun, Record, WorkloadEnd};
 use super::workload::{self, RunningWorkload};
+use crate::confine::{confine, start_no_more_programs};
+use crate::home::variable;
 use crate::host::Host;
 use crate::local::{Boot, Local};
 use crate::machine::Facts;
@@ -29,6 +32,11 @@ const MAX_REQUESTS: usize = 256;
 
 /// How long a client may take to say what it wants.
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
+
+/// If it is set and not empty, processes of machines give up nothing: a debugger's wish.
+const UNCONFINED: &str = "BANTAM_UNCONFINED";
+
+const CONFINING: &str = "cannot confine the machine's process";
 
 /// The process of one named machine, which [`Machines::start`](crate::Machines::start) runs.
 ///
@@ -84,6 +92,10 @@ impl VmmProcess {
 
     /// Takes over the machine that the starting process hands over on standard input.
     ///
+    /// From here on this thread, and the threads and programs that it starts, reach nothing of the
+    /// host but what the machine needs, as far as the host's kernel can see to that
+    /// ([`Confinement`](crate::Confinement)). Other threads must be started after this.
+    ///
     /// # Errors
     /// [`Error::Io`] if this process was not started for that.
     pub fn receive() -> Result<Self, Error> {
@@ -107,8 +119,10 @@ impl VmmProcess {
             end: None,
             workload: None,
         };
+        let dir = MachineDir::new(request.home.machines(), &request.name);
+        give_up_rights(&dir, &request)?;
         let serving = Serving {
-            dir: MachineDir::new(request.home.machines(), &request.name),
+            dir,
             run: Mutex::new(run),
             local: OnceLock::new(),
             workload: RunningWorkload::default(),
@@ -172,6 +186,9 @@ impl VmmProcess {
         self.exit_with_the_starter(answered)?;
         let (local, machine) = self.boot(&record)?;
         let _ = serving.local.set(Arc::clone(&local));
+        if !is_unconfined() {
+            start_no_more_programs().map_err(Error::io(CONFINING))?;
+        }
         // The agent answers only when the rest of its set-up is done, which may fail, too.
         let told = machine
             .stats()
@@ -238,6 +255,30 @@ impl VmmProcess {
             .map(drop)
             .map_err(Error::io("cannot start a thread"))
     }
+}
+
+/// Confines this process, unless its user has asked for the opposite, as debuggers need.
+fn give_up_rights(dir: &MachineDir, request: &StartRequest) -> Result<(), Error> {
+    if is_unconfined() {
+        tracing::warn!("not confined: {UNCONFINED} is set");
+        return Ok(());
+    }
+    // The start says what is wrong with a record that cannot be read.
+    let ephemeral = dir.record().is_ok_and(|record| record.ephemeral);
+    let grants = reach::grants(dir, request, ephemeral);
+    let confined = confine(&grants).map_err(Error::io(CONFINING))?;
+    if !confined.files || !confined.system_calls {
+        tracing::warn!(
+            files = confined.files,
+            system_calls = confined.system_calls,
+            "this host's kernel cannot confine a process in full"
+        );
+    }
+    Ok(())
+}
+
+fn is_unconfined() -> bool {
+    variable(UNCONFINED).is_some()
 }
 
 /// Every connection of the guest's takes a descriptor, and the usual limit is for programs that
