@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use crate::error::{Error, Result};
 use crate::host;
+use crate::patches::Patches;
 use crate::progress::{Progress, clock};
 
 /// Debian's source of the kernel, and the package that brings it.
@@ -47,6 +48,8 @@ pub(crate) struct Kernel {
     pub(crate) name: &'static str,
     /// Configuration files, relative to the repository; later ones win.
     pub(crate) configs: &'static [&'static str],
+    /// A folder of patches, relative to the repository.
+    pub(crate) patches: Option<&'static str>,
     /// About how many lines make prints, for the percentage.
     pub(crate) steps: usize,
 }
@@ -55,6 +58,7 @@ pub(crate) struct Kernel {
 pub(crate) const GUEST: Kernel = Kernel {
     name: "guest kernel",
     configs: &["images/kernel/guest.config"],
+    patches: Some("images/kernel/patches"),
     steps: 1850,
 };
 
@@ -62,6 +66,8 @@ pub(crate) const GUEST: Kernel = Kernel {
 pub(crate) const RIG: Kernel = Kernel {
     name: "rig kernel",
     configs: &["images/kernel/guest.config", "images/rig/outer.config"],
+    // What they save at a boot does not matter there, and it hosts the tests of patched guests.
+    patches: None,
     steps: 1915,
 };
 
@@ -84,7 +90,11 @@ impl Kernel {
     /// Returns the kernel from the cache, or builds it.
     pub(crate) fn build(&self, options: Options, progress: &Progress) -> Result<Built> {
         let config = self.config()?;
-        let key = self.key(&config)?;
+        let patches = match self.patches {
+            Some(folder) => Patches::read(&host::repo().join(folder))?,
+            None => Patches::default(),
+        };
+        let key = self.key(&config, &patches)?;
         let cache = host::cache_dir()?.join("build");
         let done = cache.join("kernel").join(&key);
         host::create_dir(&done)?;
@@ -105,6 +115,8 @@ impl Kernel {
         let start = Instant::now();
         let tree = cache.join(format!("linux-{key}"));
         self.unpack(&tree, progress)?;
+        let source = format!("{SOURCE_PACKAGE} {}", source_version()?);
+        patches.apply(&tree, &source)?;
         self.configure(&tree, &config)?;
         let steps = self.make(&tree, progress, start)?;
         keep_results(&tree, &done)?;
@@ -131,12 +143,15 @@ impl Kernel {
     }
 
     /// What the result depends on, as a file name.
-    fn key(&self, config: &str) -> Result<String> {
+    fn key(&self, config: &str, patches: &Patches) -> Result<String> {
         let source = source_version()?;
         let compiler = host::first_line(Command::new("gcc").arg("--version"))?;
         let linker = host::first_line(Command::new("ld").arg("--version"))?;
         let wanted = wanted(config)?;
-        let inputs = format!("{RECIPE}\n{source}\n{compiler}\n{linker}\n{wanted:?}");
+        let inputs = format!(
+            "{RECIPE}\n{source}\n{compiler}\n{linker}\n{wanted:?}{}",
+            patches.key()
+        );
         Ok(host::sha256(inputs.as_bytes())[..16].to_owned())
     }
 

@@ -13,6 +13,7 @@ mod install;
 mod kernel;
 mod libtest;
 mod oci;
+mod patches;
 mod progress;
 mod rig;
 mod setup;
