@@ -55,8 +55,8 @@ struct Names {
 
 /// What [`move_bytes`] did.
 pub(super) struct Moved {
-    /// Bytes moved.
-    pub(super) active: bool,
+    /// Bytes, both ways.
+    pub(super) bytes: usize,
     /// It stopped although it could go on.
     pub(super) more: bool,
 }
@@ -190,14 +190,12 @@ fn reset_on_close(stream: &TcpStream) {
 
 /// Moves bytes and ends between the guest's connection and the host's socket.
 pub(super) fn move_bytes(socket: &mut Socket<'_>, host: &mut Host) -> Moved {
-    let mut moved = Moved {
-        active: false,
-        more: false,
-    };
     let (out, out_more) = from_guest(socket, host);
     let (back, back_more) = to_guest(socket, host);
-    moved.active |= out || back;
-    moved.more |= out_more || back_more;
+    let moved = Moved {
+        bytes: out + back,
+        more: out_more || back_more,
+    };
     host.guest_fin |= matches!(
         socket.state(),
         State::CloseWait | State::LastAck | State::Closing | State::TimeWait
@@ -227,12 +225,12 @@ pub(super) fn move_bytes(socket: &mut Socket<'_>, host: &mut Host) -> Moved {
     moved
 }
 
-/// Gives whether bytes moved and whether there are more that could.
-fn from_guest(socket: &mut Socket<'_>, host: &mut Host) -> (bool, bool) {
+/// Gives how many bytes moved and whether there are more that could.
+fn from_guest(socket: &mut Socket<'_>, host: &mut Host) -> (usize, bool) {
     let mut total = 0;
     while socket.can_recv() {
         if total >= TURN {
-            return (true, true);
+            return (total, true);
         }
         let (moved, dead) = match &mut host.end {
             End::Stream(stream) if host.writable => {
@@ -273,7 +271,7 @@ fn from_guest(socket: &mut Socket<'_>, host: &mut Host) -> (bool, bool) {
     // A connection to the name service has its queries read after this.
     let names =
         matches!(&host.end, End::Names(names) if names.asked < MAX_QUERIES && is_whole(names));
-    (total > 0, names)
+    (total, names)
 }
 
 /// Whether a whole query is there.
@@ -287,12 +285,12 @@ fn is_whole(names: &Names) -> bool {
     }
 }
 
-/// Gives whether bytes moved and whether there are more that could.
-fn to_guest(socket: &mut Socket<'_>, host: &mut Host) -> (bool, bool) {
+/// Gives how many bytes moved and whether there are more that could.
+fn to_guest(socket: &mut Socket<'_>, host: &mut Host) -> (usize, bool) {
     let mut total = 0;
     while socket.can_send() {
         if total >= TURN {
-            return (true, true);
+            return (total, true);
         }
         let (moved, dead) = match &mut host.end {
             End::Stream(stream) if host.readable && !host.host_ended => {
@@ -332,7 +330,7 @@ fn to_guest(socket: &mut Socket<'_>, host: &mut Host) -> (bool, bool) {
         }
         total += moved;
     }
-    (total > 0, false)
+    (total, false)
 }
 
 /// Whether a connection is done with.

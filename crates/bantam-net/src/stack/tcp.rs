@@ -18,12 +18,17 @@ use super::pump::{self, Host};
 use super::wire::Wire;
 use crate::slab::Slab;
 
-/// Bytes of each of a connection's two buffers, which are its largest windows, while there are few
-/// connections.
-const BUFFER: usize = 256 << 10;
-/// The same from the [`FEW`]th on. 4096 connections whose ends all stand still hold 370 MiB.
-const SMALL_BUFFER: usize = 32 << 10;
-const FEW: usize = 256;
+/// Bytes that the buffers of all connections share, in each direction. A connection gets an equal part
+/// when it opens, between the two bounds; 4096 connections whose ends all stand still hold 336 MiB.
+const SHARED: usize = 16 << 20;
+/// Bytes of each of a connection's two buffers, at most. They are its largest windows: the more of them
+/// are on their way at once, the fewer interrupts they take.
+const LARGEST_BUFFER: usize = 1 << 20;
+const SMALLEST_BUFFER: usize = 32 << 10;
+/// Sockets kept for later connections: the allocator would fill new buffers with zeros.
+const SPARES: usize = 4;
+/// A connection that carried more has touched its buffers, which are given back to the host.
+const SPARE_BYTES: usize = 64 << 10;
 /// How much faster smoltcp's clock runs than ours. Its least retransmission time, one second, is made
 /// for the internet; to the guest it is 200 ms, as Linux has it.
 const PACE: u32 = 5;
@@ -66,8 +71,9 @@ pub(super) struct Flow {
     pub(super) host: Host,
     /// The guest's SYN while the host connects.
     syn: Option<Vec<u8>>,
-    sockets: SocketSet<'static>,
-    handle: SocketHandle,
+    slot: Slot,
+    /// Bytes of data, both ways.
+    carried: usize,
     mss: u16,
     /// The guest got a segment of a whole MSS, by itself and not with others in a long frame. Linux
     /// (6.6 on) takes from the first such segment how much memory data needs, and makes its windows
@@ -86,6 +92,40 @@ pub(super) struct Flow {
     last_active: Instant,
 }
 
+/// smoltcp's end of a connection: a set of one socket.
+struct Slot {
+    sockets: SocketSet<'static>,
+    handle: SocketHandle,
+    /// Bytes of each of its buffers.
+    size: usize,
+}
+
+impl Slot {
+    fn new(size: usize) -> Slot {
+        // Pages that the host gives only when they are used, unless the allocator has some already.
+        let buffer = || SocketBuffer::new(vec![0; size]);
+        let mut sockets = SocketSet::new(Vec::with_capacity(1));
+        let handle = sockets.add(Socket::new(buffer(), buffer()));
+        Slot {
+            sockets,
+            handle,
+            size,
+        }
+    }
+
+    fn socket(&mut self) -> &mut Socket<'static> {
+        self.sockets.get_mut(self.handle)
+    }
+}
+
+/// Bytes of each buffer of a connection that opens beside `others`.
+fn buffer_size(others: usize) -> usize {
+    let part = SHARED / (others + 1);
+    // A power of two, so that spares fit.
+    let part = 1 << part.max(1).ilog2();
+    part.clamp(SMALLEST_BUFFER, LARGEST_BUFFER)
+}
+
 impl Flow {
     /// Notes a segment of the guest's with `len` bytes of data, which was answered already or not.
     fn received(&mut self, answered: bool, len: usize, now: Instant) {
@@ -100,7 +140,7 @@ impl Flow {
 
     /// Whether all that could be sent is an acknowledgement that is not due yet.
     fn may_wait(&self, now: Instant) -> bool {
-        let socket = self.sockets.get::<Socket<'_>>(self.handle);
+        let socket = self.slot.sockets.get::<Socket<'_>>(self.slot.handle);
         self.ack_due.is_some_and(|due| now < due)
             && self.unacknowledged <= 2 * usize::from(self.mss)
             && socket.state() == State::Established
@@ -122,6 +162,7 @@ pub(super) struct Tcp {
     /// For connections of which the guest has seen no whole segment yet; see [`Flow::measured`].
     short_interface: Interface,
     pub(super) flows: Slab<Flow>,
+    spares: Vec<Slot>,
     index: HashMap<Key, usize>,
     ready: VecDeque<usize>,
     timers: BTreeSet<(Instant, usize)>,
@@ -138,6 +179,7 @@ impl Tcp {
             interface: interface(output, output.longest_packet()),
             short_interface: interface(output, output.mtu),
             flows: Slab::new(),
+            spares: Vec::new(),
             index: HashMap::new(),
             ready: VecDeque::new(),
             timers: BTreeSet::new(),
@@ -217,7 +259,7 @@ impl Tcp {
         let Some(flow) = self.flows.get_mut(id) else {
             return Ok(());
         };
-        let socket = flow.sockets.get_mut::<Socket<'_>>(flow.handle);
+        let socket = flow.slot.socket();
         let (guest, peer) = (IpEndpoint::from(key.guest), IpEndpoint::from(key.peer));
         if let Err(error) = socket.connect(self.interface.context(), guest, peer) {
             tracing::debug!(%error, ?key, "connecting to the guest");
@@ -236,20 +278,17 @@ impl Tcp {
         syn: Option<Vec<u8>>,
         now: Instant,
     ) -> usize {
-        let size = if self.flows.len() < FEW {
-            BUFFER
-        } else {
-            SMALL_BUFFER
+        let size = buffer_size(self.flows.len());
+        let fits = |spare: &Slot| spare.size == size;
+        let mut slot = match self.spares.iter().position(fits) {
+            Some(index) => self.spares.swap_remove(index),
+            None => Slot::new(size),
         };
-        // Zeroed pages that the host gives only when they are used.
-        let buffer = || SocketBuffer::new(vec![0; size]);
-        let mut socket = Socket::new(buffer(), buffer());
+        let socket = slot.socket();
         socket.set_nagle_enabled(false);
         // Acknowledgements go out once a turn, which is a batch of the guest's frames.
         socket.set_ack_delay(None);
         socket.set_timeout(Some(HANDSHAKE));
-        let mut sockets = SocketSet::new(Vec::with_capacity(1));
-        let handle = sockets.add(socket);
         self.serial += 1;
         let id = self.flows.insert(Flow {
             key,
@@ -257,8 +296,8 @@ impl Tcp {
             serial: self.serial,
             host,
             syn,
-            sockets,
-            handle,
+            slot,
+            carried: 0,
             mss: 536,
             measured: false,
             losses: Losses::default(),
@@ -291,7 +330,7 @@ impl Tcp {
         let packet = rewritten.as_deref().unwrap_or(packet);
         let mut wire = Wire::new(Some(packet), output, flow.mss);
         self.interface
-            .poll_ingress_single(at, &mut wire, &mut flow.sockets);
+            .poll_ingress_single(at, &mut wire, &mut flow.slot.sockets);
         let answered = wire.sent > 0;
         flow.losses.sent(wire.end);
         flow.received(answered, pump::data_len(packet), now);
@@ -315,7 +354,7 @@ impl Tcp {
         for _ in 0..3 {
             let mut wire = Wire::new(Some(&ack), output, flow.mss);
             self.interface
-                .poll_ingress_single(at, &mut wire, &mut flow.sockets);
+                .poll_ingress_single(at, &mut wire, &mut flow.slot.sockets);
         }
     }
 
@@ -333,7 +372,7 @@ impl Tcp {
         let Some(flow) = self.flows.get_mut(id) else {
             return;
         };
-        let socket = flow.sockets.get_mut::<Socket<'_>>(flow.handle);
+        let socket = flow.slot.socket();
         let local = IpEndpoint::from(flow.key.peer);
         if let Err(error) = socket.listen(local) {
             tracing::debug!(%error, key = ?flow.key, "answering the guest");
@@ -370,7 +409,7 @@ impl Tcp {
             self.give_up(registry, id, error);
             return;
         }
-        flow.sockets.get_mut::<Socket<'_>>(flow.handle).abort();
+        flow.slot.socket().abort();
         flow.host.kill();
         self.serve(registry, output, id, Instant::now());
     }
@@ -459,10 +498,11 @@ impl Tcp {
             self.serve_connecting(registry, output, id, now);
             return;
         }
-        let socket = flow.sockets.get_mut::<Socket<'_>>(flow.handle);
+        let socket = flow.slot.socket();
         let moved = pump::move_bytes(socket, &mut flow.host);
-        if moved.active {
+        if moved.bytes > 0 {
             flow.last_active = now;
+            flow.carried = flow.carried.saturating_add(moved.bytes);
         }
         if matches!(
             socket.state(),
@@ -487,7 +527,7 @@ impl Tcp {
                 true => &mut self.interface,
                 false => &mut self.short_interface,
             };
-            let emitted = interface.poll_egress(at, &mut wire, &mut flow.sockets);
+            let emitted = interface.poll_egress(at, &mut wire, &mut flow.slot.sockets);
             if emitted == PollResult::None {
                 break;
             }
@@ -500,7 +540,7 @@ impl Tcp {
             flow.unacknowledged = 0;
         }
         more |= sent >= TURN || !wire.has_room();
-        let socket = flow.sockets.get_mut::<Socket<'_>>(flow.handle);
+        let socket = flow.slot.socket();
         // The guest must get the acknowledgement of its end.
         let acknowledged = !more || socket.state() != State::TimeWait;
         if acknowledged && pump::is_over(socket, &flow.host) {
@@ -515,7 +555,7 @@ impl Tcp {
         let Some(flow) = self.flows.get_mut(id) else {
             return;
         };
-        let Some(due) = self.interface.poll_at(at, &flow.sockets) else {
+        let Some(due) = self.interface.poll_at(at, &flow.slot.sockets) else {
             return;
         };
         let due = if due <= at {
@@ -586,6 +626,11 @@ impl Tcp {
             self.timers.remove(&(timer, id));
         }
         flow.host.close(registry, reset);
+        if flow.carried <= SPARE_BYTES && self.spares.len() < SPARES {
+            // Opened again, it begins anew.
+            flow.slot.socket().abort();
+            self.spares.push(flow.slot);
+        }
     }
 }
 
