@@ -17,6 +17,8 @@ mod net;
 mod peers;
 mod program;
 mod report;
+mod virtual_time;
+mod wakeups;
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -131,7 +133,7 @@ impl Progress {
 }
 
 fn main() -> ExitCode {
-    if let Some(code) = hostside::child() {
+    if let Some(code) = hostside::child().or_else(virtual_time::child) {
         return code;
     }
     let args = Args::parse();
@@ -234,6 +236,9 @@ const ENTRIES: &[Entry] = &[
     }),
     entry("exec", On::Both, |c, r| {
         machine::exec(c.bench, r, c.progress)
+    }),
+    entry("wake-ups", On::Both, |c, r| {
+        wakeups::measure(c.bench, r, c.progress)
     }),
     entry("named-exec", On::Both, |c, r| {
         named::exec(c.bench, r, c.progress)

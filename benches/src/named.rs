@@ -113,6 +113,11 @@ pub(crate) fn exec(bench: &Bench, report: &mut Report, progress: Progress) -> Re
             "MiB",
             vec![vmm.beside_guest_mib()],
         ),
+        (
+            "named: ... of that its own, not of shared files",
+            "MiB",
+            vec![vmm.private_kib() as f64 / 1024.0],
+        ),
         ("named: resident, QEMU without guest memory", "MiB", qemu),
         ("named: guest memory touched", "MiB", vec![guest]),
     ] {
