@@ -1,4 +1,4 @@
-//! A guest's frames, and what its peers and name servers answer, in any order.
+//! A guest's frames with their headers, and what its peers and name servers answer, in any order.
 //!
 //! The policy lets nothing out but to one listener of this process: whatever the input says, no other
 //! socket of the host and no other host is reached.
@@ -12,6 +12,7 @@ use bantam_net::{
     Checksum, Config, FrameInfo, Limits, MAX_FRAME, Network, Offloads, Policy, PortForward,
     Protocol, Segmentation, Stack, open,
 };
+use bantam_virtio::net::FrameHeader;
 
 use crate::Input;
 
@@ -98,18 +99,16 @@ impl Rig {
         match what % 10 {
             // As it is.
             0 => {
-                let frame = bytes(input);
-                self.stack.receive(frame, &info(what));
+                if let Some(info) = info(what, input) {
+                    self.stack.receive(bytes(input), &info);
+                }
             }
-            // An IP packet from the guest to anywhere, with right checksums.
-            1 | 2 => {
-                let frame = self.frame(bytes(input), false);
-                self.stack.receive(&frame, &info(what));
-            }
-            // The same to where it may go.
-            3 | 4 | 5 => {
-                let frame = self.frame(bytes(input), true);
-                self.stack.receive(&frame, &info(what));
+            // An IP packet from the guest to anywhere, with right checksums; or to where it may go.
+            kind @ 1..=5 => {
+                if let Some(info) = info(what, input) {
+                    let frame = self.frame(bytes(input), kind > 2);
+                    self.stack.receive(&frame, &info);
+                }
             }
             // What a name server says.
             6 => {
@@ -297,22 +296,26 @@ fn check(frame: &[u8], info: &FrameInfo, offloads: Offloads, mtu: usize) {
     }
 }
 
-fn info(what: u8) -> FrameInfo {
-    FrameInfo {
-        checksum: if what & 16 == 0 {
-            Checksum::Complete
-        } else {
-            Checksum::Partial {
-                start: u16::from(what),
-                offset: 16,
-            }
-        },
-        segmentation: (what & 32 != 0).then_some(Segmentation {
-            size: u16::from(what),
-            headers: 54,
-            ipv6: what & 64 != 0,
-        }),
+/// What the card's header says of a frame: none mostly, else as the card reads it from the driver.
+/// `None` if it drops the frame.
+fn info(what: u8, input: &mut Input<'_>) -> Option<FrameInfo> {
+    if what & 128 == 0 {
+        return Some(FrameInfo::default());
     }
+    let header = FrameHeader::decode(input.bytes(12))?;
+    assert_eq!(FrameHeader::decode(&header.encode(1)), Some(header));
+    assert!(header.segmentation.is_none() || header.checksum.is_some());
+    Some(FrameInfo {
+        checksum: header.checksum.map_or(Checksum::Complete, |partial| {
+            let (start, offset) = (partial.start, partial.offset);
+            Checksum::Partial { start, offset }
+        }),
+        segmentation: header.segmentation.map(|cut| Segmentation {
+            size: cut.size,
+            headers: cut.headers,
+            ipv6: cut.ipv6,
+        }),
+    })
 }
 
 fn bytes<'a>(input: &mut Input<'a>) -> &'a [u8] {
@@ -339,6 +342,12 @@ pub fn seeds() -> Vec<Vec<u8>> {
         let len = u8::try_from(data.len() / 8).unwrap_or(u8::MAX);
         let rest = u8::try_from(data.len() % 8).unwrap_or(0);
         [&[what, len, rest][..], data].concat()
+    };
+    // The same with a header.
+    let headed = |what: u8, header: [u8; 12], data: &[u8]| {
+        let mut bytes = step(what, data);
+        bytes.splice(1..1, header);
+        bytes
     };
     let v4 = |protocol: u8, payload: &[u8]| {
         let mut packet = vec![0; 20];
@@ -393,13 +402,30 @@ pub fn seeds() -> Vec<Vec<u8>> {
     syn[12] = 0x80;
     vec![
         [
-            step(56, b""),
+            step(58, b""),
             step(3, &v4(6, &syn)),
             step(7, b"hello"),
             step(3, &v4(6, &tcp(80, 0x10, 0, &[]))),
             step(7, &[7; 2000]),
             step(3, &v4(6, &tcp(80, 0x18, 0, &[1; 1400]))),
             step(3, &v4(6, &tcp(80, 0x11, 0, &[]))),
+        ]
+        .concat(),
+        // A long segment that the card is to cut, with a partial checksum.
+        [
+            step(58, b""),
+            step(3, &v4(6, &syn)),
+            step(7, b"hello"),
+            headed(
+                133,
+                [1, 1, 54, 0, 0xb4, 5, 34, 0, 16, 0, 0, 0],
+                &v4(6, &tcp(80, 0x18, 0, &[1; 1900])),
+            ),
+            headed(
+                133,
+                [1, 0, 0, 0, 0, 0, 34, 0, 16, 0, 0, 0],
+                &v4(6, &tcp(80, 0x11, 0, &[])),
+            ),
         ]
         .concat(),
         step(0, &arp),
@@ -424,7 +450,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         ]
         .concat(),
         [
-            step(56, b""),
+            step(58, b""),
             step(3, &v6(6, &tcp(53, 2, 0, &[]))),
             step(3, &v6(6, &tcp(53, 0x18, 0, &by_tcp))),
             step(6, answer),

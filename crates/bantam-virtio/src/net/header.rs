@@ -48,7 +48,7 @@ pub(super) fn header_len(version_1: bool, mergeable: bool) -> usize {
 
 impl FrameHeader {
     /// What a driver wrote, if it is what a driver may write: `bytes` is a whole header.
-    pub(super) fn decode(bytes: &[u8]) -> Option<FrameHeader> {
+    pub fn decode(bytes: &[u8]) -> Option<FrameHeader> {
         let &[flags, kind, l0, l1, s0, s1, c0, c1, o0, o1, ..] = bytes else {
             return None;
         };
@@ -78,7 +78,7 @@ impl FrameHeader {
     }
 
     /// The header for a driver, before a frame in `buffers` chains.
-    pub(super) fn encode(&self, buffers: u16) -> [u8; LONG] {
+    pub fn encode(&self, buffers: u16) -> [u8; LONG] {
         let mut bytes = [0; LONG];
         if let Some(segmentation) = self.segmentation {
             let kind = match segmentation.ipv6 {
