@@ -2,11 +2,13 @@
 //! the same image. Measured in turns with ours.
 
 use std::fs::{self, Permissions};
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Instant;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use bantam::{EngineKind, Machine, find_guest};
 
@@ -35,7 +37,7 @@ pub(crate) struct Microvm {
 }
 
 impl Microvm {
-    /// Asks a machine of ours for its kernel's words and the store for the image.
+    /// Asks a machine of ours for its kernel's words and its image.
     pub(crate) fn new(bench: &Bench) -> Result<Self, Error> {
         let program = program::find("qemu-system-x86_64")?;
         let machine = machine::start(bench)?;
@@ -44,7 +46,7 @@ impl Microvm {
         machine.kill();
         let words: Vec<String> = String::from_utf8_lossy(&line)
             .split_ascii_whitespace()
-            .filter(|word| !word.starts_with("virtio_mmio.") && !word.starts_with("console="))
+            .filter(|word| !OUR_DEVICES.iter().any(|prefix| word.starts_with(prefix)))
             .map(str::to_owned)
             .collect();
         Ok(Self {
@@ -98,6 +100,9 @@ impl Microvm {
     }
 }
 
+/// Words about devices of ours, which the peer has not.
+const OUR_DEVICES: [&str; 4] = ["8250.", "console=", "earlycon", "virtio_mmio."];
+
 /// As small as QEMU's documentation makes it; the clock saves the kernel a second of waiting.
 const MICROVM: &str = "microvm,x-option-roms=off,pit=off,pic=off,rtc=on,isa-serial=on,acpi=off,auto-kernel-cmdline=off";
 
@@ -111,6 +116,9 @@ impl Drop for Running {
     }
 }
 
+/// Until a peer is given up.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// Starts a command and waits for its first byte.
 pub(crate) fn first_byte(command: &mut Command) -> Result<(Running, f64), Error> {
     let start = Instant::now();
@@ -120,16 +128,23 @@ pub(crate) fn first_byte(command: &mut Command) -> Result<(Running, f64), Error>
         .spawn()
         .map_err(Error::start(command))?;
     let mut running = Running(child);
-    let mut byte = [0; 1];
-    let got = match running.0.stdout.as_mut() {
-        Some(stdout) => stdout.read(&mut byte).unwrap_or(0),
-        None => 0,
-    };
-    let took = milliseconds(start.elapsed());
-    if got == 0 {
-        return Err(Error::Other(format!("{command:?} printed nothing")));
+    let (sender, received) = mpsc::channel();
+    let stdout = running.0.stdout.take();
+    // It ends with the program, whose output it keeps open until then.
+    thread::spawn(move || {
+        let mut byte = [0; 1];
+        let got = stdout.map(|mut stdout| (stdout.read(&mut byte), stdout));
+        let _ = sender.send((matches!(got, Some((Ok(1), _))), start.elapsed()));
+        drop(got.map(|(_, mut stdout)| io::copy(&mut stdout, &mut io::sink())));
+    });
+    match received.recv_timeout(PATIENCE) {
+        Ok((true, took)) => Ok((running, milliseconds(took))),
+        Ok((false, _)) => Err(Error::Other(format!("{command:?} printed nothing"))),
+        Err(_) => Err(Error::Other(format!(
+            "{command:?} printed nothing for {} s",
+            PATIENCE.as_secs()
+        ))),
     }
-    Ok((running, took))
 }
 
 /// Start to first output and memory of ours and of QEMU's microvm, in turns.

@@ -32,7 +32,7 @@ pub(crate) struct BenchArgs {
     /// Only measurements whose name contains this (repeatable; `--list` shows the names)
     #[arg(long, value_name = "NAME")]
     filter: Vec<String>,
-    /// How often times are measured (counts: three times, the stated ones only once)
+    /// How often times are measured; counts at most three times, and times in the rig too
     #[arg(long, value_name = "N", default_value_t = 10)]
     runs: usize,
     /// Also measure other programs, side by side; what is missing is downloaded

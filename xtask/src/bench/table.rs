@@ -10,14 +10,17 @@ use super::results::{
 const TOP: usize = 12;
 
 /// What the short table has.
-const HEADLINES: [&str; 14] = [
-    "boot instructions, 1 vCPU, without waits",
-    "boot instructions, 4 vCPU, without waits",
+const HEADLINES: [&str; 17] = [
+    "boot instructions, 1 vCPU",
+    "boot instructions, 4 vCPU",
     "instructions from hello to first output, 1 vCPU",
     "instructions from start to first output, 1 vCPU, without waits",
     "VM exits of a boot",
     "host system calls of a run",
     "start to first output",
+    "start to first output, side by side",
+    "start call to a command's output, library",
+    "exec `true` round trip, side by side",
     "exec `true` round trip",
     "named: exec `true`, library",
     "resident: this process, without guest memory",
