@@ -55,25 +55,24 @@ fn read_hosts() -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// `current` with a line for `hostname`, if it does not resolve, and with `names` instead of those
-/// that an earlier start put in.
+/// `current` with lines for `localhost` and `hostname`, if they do not resolve, and with `names`
+/// instead of those that an earlier start put in.
 fn hosts_with(current: &str, hostname: &str, names: &[(IpAddr, String)]) -> String {
-    let mut hosts = String::new();
-    if current.trim().is_empty() {
-        hosts.push_str("127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n");
-    } else {
-        for line in current.split_inclusive('\n') {
-            if !line.trim_end().ends_with(OURS) {
-                hosts.push_str(line);
-            }
-        }
-    }
-    let resolves = hosts
-        .lines()
-        .map(|line| line.split('#').next().unwrap_or_default())
-        .any(|line| line.split_whitespace().skip(1).any(|name| name == hostname));
+    let mut hosts: String = current
+        .split_inclusive('\n')
+        .filter(|line| !line.trim_end().ends_with(OURS))
+        .collect();
+    let resolves = |name: &str| {
+        hosts
+            .lines()
+            .map(|line| line.split('#').next().unwrap_or_default())
+            .any(|line| line.split_whitespace().skip(1).any(|known| known == name))
+    };
     let mut lines = String::new();
-    if !resolves && !hostname.is_empty() {
+    if !resolves("localhost") {
+        lines.push_str("127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n");
+    }
+    if !resolves(hostname) && !hostname.is_empty() {
         // Writing to a string cannot fail.
         let _ = writeln!(lines, "127.0.1.1\t{hostname}");
     }
@@ -119,10 +118,13 @@ fn resolv_conf(network: &GuestNetwork) -> String {
 }
 
 /// Makes `path` a file with `content` that everybody may read. A link is replaced, not followed:
-/// where it leads, if anywhere, is somebody else's.
+/// where it leads, if anywhere, is somebody else's. So is an empty directory, which is what is left
+/// where something was mounted when the image was made.
 fn provide(path: &Path, content: &str) -> io::Result<()> {
-    if path.is_symlink() {
-        std::fs::remove_file(path)?;
+    match std::fs::symlink_metadata(path) {
+        Ok(there) if there.is_symlink() => std::fs::remove_file(path)?,
+        Ok(there) if there.is_dir() => std::fs::remove_dir(path)?,
+        _ => {}
     }
     let written = match std::fs::write(path, content) {
         Err(error) if error.kind() == ErrorKind::NotFound => path
@@ -154,20 +156,31 @@ mod tests {
         assert_eq!(added, "127.0.0.1 localhost\n127.0.1.1\tbox\n");
         let commented = hosts_with("10.0.0.1 other # box\n", "box", &[]);
         assert!(commented.ends_with("127.0.1.1\tbox\n"));
-        for same in ["10.0.0.1 a box b\n", "10.0.0.1 box"] {
+        for same in ["::1 localhost a box b\n", "::1 box localhost"] {
             assert_eq!(hosts_with(same, "box", &[]), same);
         }
-        assert_eq!(hosts_with("10.0.0.1 a\n", "", &[]), "10.0.0.1 a\n");
+        assert_eq!(hosts_with("::1 localhost\n", "", &[]), "::1 localhost\n");
+        let without = hosts_with("10.0.0.1 a # localhost", "", &[]);
+        assert!(
+            without.starts_with("10.0.0.1 a # localhost\n127.0.0.1\tlocalhost\n"),
+            "{without}"
+        );
     }
 
     #[test]
     fn names_of_an_earlier_start_are_replaced() {
         let names = |address: &str| [(address.parse().unwrap(), "host.internal".to_owned())];
-        let first = hosts_with("127.0.0.1 box\n", "box", &names("10.0.0.1"));
-        assert_eq!(first, "127.0.0.1 box\n10.0.0.1\thost.internal\t# bantam\n");
+        let first = hosts_with("127.0.0.1 localhost box\n", "box", &names("10.0.0.1"));
+        assert_eq!(
+            first,
+            "127.0.0.1 localhost box\n10.0.0.1\thost.internal\t# bantam\n"
+        );
         let second = hosts_with(&first, "box", &names("fd00::1"));
-        assert_eq!(second, "127.0.0.1 box\nfd00::1\thost.internal\t# bantam\n");
-        assert_eq!(hosts_with(&second, "box", &[]), "127.0.0.1 box\n");
+        assert_eq!(
+            second,
+            "127.0.0.1 localhost box\nfd00::1\thost.internal\t# bantam\n"
+        );
+        assert_eq!(hosts_with(&second, "box", &[]), "127.0.0.1 localhost box\n");
     }
 
     #[test]
@@ -196,7 +209,8 @@ mod tests {
             assert!(metadata.is_file());
             assert_eq!(metadata.permissions().mode() & 0o777, 0o644);
         };
-        // No directory; there already; a link to nowhere; a link to a file; not for everybody.
+        // No directory; there already; a link to nowhere; a link to a file; not for everybody; a
+        // directory with nothing in it.
         check();
         check();
         std::fs::remove_file(&file).unwrap();
@@ -208,6 +222,9 @@ mod tests {
         check();
         assert_eq!(std::fs::read_to_string(&target).unwrap(), "other");
         std::fs::set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
+        check();
+        std::fs::remove_file(&file).unwrap();
+        std::fs::create_dir(&file).unwrap();
         check();
     }
 }
