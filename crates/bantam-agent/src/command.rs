@@ -8,6 +8,7 @@ use bantam_protocol::{
     Exit, ExitStatus, Frame, FrameHeader, GuestExec, HostExec, Kind, MAX_DATA_LEN, STDIN_WINDOW,
 };
 use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::EpollFlags;
 use nix::unistd::{Pid, read, write};
@@ -37,6 +38,17 @@ const SIGKILL: u8 = 9;
 
 /// How long the news that a command has started waits for more, where nobody waits for it.
 const STARTED_WAIT: Duration = Duration::from_millis(100);
+
+/// How long a host may take to close the stream of a command that has ended. The side that closes first
+/// pays for one more packet; the host's goes out with its next request.
+const CLOSE_WAIT: Duration = Duration::from_secs(1);
+
+/// Most bytes of output in one frame: with its header it fills the largest packet that Linux makes of a
+/// vsock stream. A byte more would be a packet of its own.
+const OUTPUT_LEN: usize = (64 << 10) - FrameHeader::LEN;
+
+/// The capacity of a pipe through which much comes, so that its writer goes on while its reader sends.
+const STREAM_PIPE: i32 = 1 << 20;
 
 /// Output of a command that has ended, up to so many bytes, leaves together with its exit status.
 const SMALL_OUTPUT: usize = 4096;
@@ -83,6 +95,8 @@ pub(crate) struct Command {
     ended: Option<ExitStatus>,
     /// The last message is on its way.
     finished: bool,
+    /// When the stream is closed if the host has not done so.
+    close_at: Option<Instant>,
     /// To be let go once it is known to run.
     detach: bool,
     _writers: [Option<OwnedFd>; 2],
@@ -116,6 +130,8 @@ struct Output {
     readable: bool,
     /// Bytes left to forward, once the command has ended.
     rest: Option<usize>,
+    /// Its pipe has the default capacity.
+    small: bool,
 }
 
 impl Command {
@@ -138,6 +154,7 @@ impl Command {
             kind,
             readable: true,
             rest: None,
+            small: true,
         };
         Self {
             connection,
@@ -161,6 +178,7 @@ impl Command {
             timed_out: false,
             ended: None,
             finished: false,
+            close_at: None,
             detach,
             _writers: child.writers,
         }
@@ -232,7 +250,13 @@ impl Command {
 
     /// When [`check_time`](Self::check_time) has something to do.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.deadline.into_iter().chain(self.announce_at).min()
+        let times = [self.deadline, self.announce_at, self.close_at];
+        times.into_iter().flatten().min()
+    }
+
+    /// The host has all there will be.
+    pub(crate) fn is_over(&self) -> bool {
+        self.finished && (self.connection.is_clear() || self.connection.is_gone())
     }
 
     /// Does what is due. True if the command wants a turn.
@@ -242,6 +266,14 @@ impl Command {
             if self.ended.is_none() {
                 self.timed_out = true;
                 self.kill_all();
+            }
+        }
+        if self.close_at.is_some_and(|at| at <= now) {
+            // A host that is slow to take the rest gets it.
+            self.close_at = (!self.is_over()).then(|| now + CLOSE_WAIT);
+            if self.close_at.is_none() {
+                self.connection.give_up();
+                return true;
             }
         }
         if self.announce_at.is_none_or(|at| at > now) {
@@ -291,8 +323,8 @@ impl Command {
     }
 
     /// Gives up the cgroup, at the end.
-    pub(crate) fn into_cgroup(self) -> Option<Cgroup> {
-        self.cgroup
+    pub(crate) fn take_cgroup(&mut self) -> Option<Cgroup> {
+        self.cgroup.take()
     }
 
     /// Does what can be done without waiting.
@@ -303,11 +335,12 @@ impl Command {
                 return Turn::Idle;
             }
             if self.finished {
-                return if self.connection.is_clear() || self.connection.is_gone() {
-                    Turn::Done
-                } else {
-                    Turn::Idle
-                };
+                // Whatever comes now is late; what matters is the end.
+                match self.connection.receive(scratch) {
+                    Received::Bytes(_) => continue,
+                    Received::Nothing => return Turn::Idle,
+                    Received::End => return Turn::Done,
+                }
             }
             if self.detach {
                 // Whether the host still listens makes no difference.
@@ -348,6 +381,7 @@ impl Command {
         self.connection.send_message(last.encode());
         self.finished = true;
         self.announce_at = None;
+        self.close_at = Some(Instant::now() + CLOSE_WAIT);
     }
 
     /// Whether the command runs (or has run); tells the host when that becomes known.
@@ -545,7 +579,7 @@ fn forward(
     if !connection.is_clear() || from.is_drained() {
         return false;
     }
-    let wanted = from.rest.unwrap_or(MAX_DATA_LEN).min(MAX_DATA_LEN);
+    let wanted = from.rest.unwrap_or(OUTPUT_LEN).min(OUTPUT_LEN);
     let Some(payload) = scratch.get_mut(FrameHeader::LEN..FrameHeader::LEN + wanted) else {
         return false;
     };
@@ -556,6 +590,10 @@ fn forward(
         Ok(0) | Err(Errno::EIO) => *output = None,
         Ok(count) => {
             from.rest = from.rest.map(|rest| rest.saturating_sub(count));
+            if count == OUTPUT_LEN && std::mem::take(&mut from.small) {
+                // A terminal has no capacity, and a user may be out of theirs: it goes on as it is.
+                let _ = fcntl(&from.fd, FcntlArg::F_SETPIPE_SZ(STREAM_PIPE));
+            }
             let Ok(header) = FrameHeader::new(from.kind, count) else {
                 return false;
             };

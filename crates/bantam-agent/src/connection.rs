@@ -146,7 +146,10 @@ impl Connection {
 
     /// Reads what has come, at most a buffer full.
     pub(crate) fn receive(&mut self, buffer: &mut [u8]) -> Received {
-        while self.readable && !self.gone {
+        if self.gone {
+            return Received::End;
+        }
+        while self.readable {
             match read(&self.fd, buffer) {
                 Ok(0) => {
                     self.give_up();

@@ -203,7 +203,7 @@ impl Server {
     fn has_commands(&self) -> bool {
         self.sessions
             .values()
-            .any(|session| matches!(session, Session::Command(_)))
+            .any(|session| matches!(session, Session::Command(command) if !command.is_over()))
     }
 
     /// The control stream, for the last message.
@@ -302,8 +302,7 @@ impl Server {
         let kept = match session {
             Some(Session::Command(mut command)) => match command.turn(&mut self.scratch) {
                 Turn::Done => {
-                    self.lingering.extend(command.into_cgroup());
-                    self.remove_cgroups();
+                    self.give_up_cgroup(&mut command);
                     None
                 }
                 Turn::LetGo => {
@@ -313,6 +312,9 @@ impl Server {
                 turn => {
                     if turn == Turn::Again {
                         self.due.insert(id);
+                    }
+                    if command.is_over() {
+                        self.give_up_cgroup(&mut command);
                     }
                     Some(Session::Command(command))
                 }
@@ -325,6 +327,13 @@ impl Server {
             }
             // What it held may be what accepting had run out of.
             None => self.acceptable = true,
+        }
+    }
+
+    fn give_up_cgroup(&mut self, command: &mut Command) {
+        if let Some(group) = command.take_cgroup() {
+            self.lingering.push(group);
+            self.remove_cgroups();
         }
     }
 

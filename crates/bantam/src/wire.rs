@@ -7,6 +7,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bantam_protocol::{Decoder, Frame, HostExec, Kind, MAX_DATA_LEN, write_frame};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, send};
 
 use crate::Error;
 
@@ -186,18 +189,26 @@ impl FrameSender {
             .checked_add(limit)
             .ok_or(io::ErrorKind::InvalidInput)?;
         let _turn = self.turns.take(Some(deadline))?;
-        let result = self.write_until(&bytes, deadline);
-        self.stream.set_write_timeout(self.stall)?;
-        result
+        self.write_until(&bytes, deadline)
     }
 
     /// Writes a frame in one's turn.
     fn write_until(&self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
         let mut rest = bytes;
         while !rest.is_empty() {
-            let written = left(deadline).and_then(|left| {
-                self.stream.set_write_timeout(Some(left))?;
-                (&*self.stream).write(rest)
+            // Without waiting, as there is room as a rule.
+            let written = send(
+                &*self.stream,
+                rest,
+                SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
+            )
+            .map_err(io::Error::from)
+            .or_else(|error| match error.kind() {
+                io::ErrorKind::WouldBlock => {
+                    let left = left(deadline)?;
+                    wait_for(&self.stream, PollFlags::OUT, Some(left)).map(|_| 0)
+                }
+                _ => Err(error),
             });
             match written {
                 Ok(count) => rest = rest.get(count..).unwrap_or_default(),
@@ -207,10 +218,7 @@ impl FrameSender {
                         // What comes after a part of a frame makes no sense.
                         self.hang_up();
                     }
-                    return Err(match error.kind() {
-                        io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
-                        _ => error,
-                    });
+                    return Err(error);
                 }
             }
         }
@@ -294,8 +302,6 @@ pub(crate) struct FrameReceiver {
     decoder: Decoder,
     buffer: Box<[u8]>,
     filled: std::ops::Range<usize>,
-    /// The stream has a time limit, of a read before.
-    limited: bool,
 }
 
 impl FrameReceiver {
@@ -308,7 +314,6 @@ impl FrameReceiver {
             decoder: Decoder::new(),
             buffer: vec![0; Self::BUFFER].into_boxed_slice(),
             filled: 0..0,
-            limited: false,
         }
     }
 
@@ -329,31 +334,38 @@ impl FrameReceiver {
         }
     }
 
-    fn limit(&mut self, limit: Option<Duration>) -> Result<(), ReceiveError> {
-        self.limited = limit.is_some();
-        self.stream
-            .set_read_timeout(limit)
-            .map_err(|_| ReceiveError::Gone)
-    }
-
+    /// Waits for bytes with poll rather than in the read: what the guest's side takes out of the same
+    /// socket would wake the read, too.
     fn read(&mut self, deadline: Option<Instant>) -> Result<usize, ReceiveError> {
         loop {
-            if let Some(deadline) = deadline {
-                let left = left(deadline).map_err(|_| ReceiveError::TimedOut)?;
-                self.limit(Some(left))?;
-            } else if self.limited {
-                self.limit(None)?;
+            let limit = deadline
+                .map(left)
+                .transpose()
+                .map_err(|_| ReceiveError::TimedOut)?;
+            match wait_for(&self.stream, PollFlags::IN, limit) {
+                Ok(true) => {}
+                Ok(false) => continue,
+                Err(_) => return Err(ReceiveError::Gone),
             }
             match self.stream.read(&mut self.buffer) {
                 Ok(0) => return Err(ReceiveError::Gone),
                 Ok(count) => return Ok(count),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Err(ReceiveError::TimedOut);
-                }
                 Err(_) => return Err(ReceiveError::Gone),
             }
         }
+    }
+}
+
+/// Waits until `stream` is ready; false if it is not yet, for a signal or the limit.
+fn wait_for(stream: &UnixStream, what: PollFlags, limit: Option<Duration>) -> io::Result<bool> {
+    // A limit that the clock cannot tell is none.
+    let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
+    let mut fds = [PollFd::new(stream, what)];
+    match poll(&mut fds, limit.as_ref()) {
+        Ok(ready) => Ok(ready > 0),
+        Err(Errno::INTR) => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -419,13 +431,10 @@ mod tests {
         write_frame(&mut guest, Kind::Stdout, b"first").unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         receiver.receive(Some(deadline), stdout).unwrap();
-        assert!(receiver.stream.read_timeout().unwrap().is_some());
-        let slow = std::thread::spawn(move || {
-            let other = receiver.receive(None, stdout);
-            (other.unwrap(), receiver.stream.read_timeout().unwrap())
-        });
+        assert_eq!(receiver.stream.read_timeout().unwrap(), None);
+        let slow = std::thread::spawn(move || receiver.receive(None, stdout).unwrap());
         write_frame(&mut guest, Kind::Stdout, b"second").unwrap();
-        assert_eq!(slow.join().unwrap(), (b"second".to_vec(), None));
+        assert_eq!(slow.join().unwrap(), b"second");
     }
 
     #[test]

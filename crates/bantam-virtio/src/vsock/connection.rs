@@ -114,9 +114,17 @@ impl Connection {
         self.early
     }
 
-    /// Whether the guest's answer to the request changes nothing by itself.
+    /// The host's first bytes went out with the request, and the guest has not sent any.
+    pub(super) fn is_early(&self) -> bool {
+        self.early && self.state.host_shutdown != shutdown::BOTH && self.state.received == 0
+    }
+
+    /// Whether what the guest has to say next changes nothing by itself: its answer to a request
+    /// behind which all there is has gone out, or to the host's end of both directions.
     pub(super) fn needs_no_answer(&self) -> bool {
-        self.state.phase == Phase::Connecting && self.early && !self.readable
+        let closed = self.state.host_shutdown == shutdown::BOTH;
+        let asked = self.state.phase == Phase::Connecting && self.early && !self.readable;
+        closed || asked
     }
 
     /// A connection that the guest asked for, with `request`.

@@ -14,7 +14,7 @@ use std::time::Duration;
 use super::connection::{Connection, Phase, Violation};
 use super::drain;
 use super::host::{Connect, Shared};
-use super::packet::{HEADER_LEN, Header, TYPE_STREAM, op};
+use super::packet::{HEADER_LEN, Header, TYPE_STREAM, op, shutdown};
 use super::{HOST_CID, MAX_CONNECTIONS, NAME};
 use crate::sys::{self, Interest, Poller};
 use crate::worker::Stop;
@@ -22,6 +22,10 @@ use crate::{ActiveQueue, Chain, Error, GuestRam, Result};
 
 /// Chains of one ring handled in a pass.
 const BATCH: usize = 64;
+/// Answers of the guest that are not waited for one by one.
+const MAX_EXPECTED: usize = 8;
+/// How long such an answer may wait in the ring, should nothing come after it.
+const ANSWER_PATIENCE: Duration = Duration::from_millis(20);
 /// Receive buffers filled by one read of a stream: 128 KiB with Linux's 4 KiB buffers.
 const MAX_BURST: usize = 32;
 /// Resets waiting for receive buffers before the transmit ring is left alone.
@@ -84,8 +88,16 @@ fn serve(stop: &Stop, muxer: &mut Muxer<'_>) -> io::Result<()> {
     let mut more = muxer.pass();
     loop {
         ready.clear();
-        let timeout = more.then_some(Duration::ZERO);
+        let timeout = match more {
+            true => Some(Duration::ZERO),
+            false => (muxer.expected() > 0).then_some(ANSWER_PATIENCE),
+        };
         muxer.poller.wait(&mut ready, timeout)?;
+        if !more && ready.is_empty() {
+            // The guest owes no answer after all, or is slow. Now every packet is a reason to look.
+            muxer.asked.clear();
+            muxer.tells_credit = false;
+        }
         if stop.requested() {
             return Ok(());
         }
@@ -120,8 +132,11 @@ struct Muxer<'a> {
     line: VecDeque<u64>,
     /// Resets for the guest that belong to no connection (any more).
     replies: VecDeque<Header>,
-    /// Connections that the guest was asked for and has not answered.
+    /// Connections that the guest was asked for, or told the end of, and has not answered.
     asked: Vec<u64>,
+    /// The guest tells its credit when it has read all there was, as Linux does, also right after a
+    /// request.
+    tells_credit: bool,
     next_port: u32,
     /// There was something for the guest and no receive buffer for it.
     starved: bool,
@@ -147,6 +162,7 @@ impl<'a> Muxer<'a> {
             line: VecDeque::new(),
             replies: VecDeque::new(),
             asked: Vec::new(),
+            tells_credit: false,
             next_port: FIRST_EPHEMERAL_PORT,
             starved: false,
         })
@@ -170,15 +186,19 @@ impl<'a> Muxer<'a> {
         tx_more || rx_more
     }
 
-    /// Packets of the guest that will come and that nobody need be woken for: an answer to a request
-    /// that has gone out with all there was to send. It is seen together with the next packet.
+    /// Packets of the guest that should come and that nobody need be woken for: the answer to a
+    /// request that has gone out with all there was to send, the last word about a connection that
+    /// the host has closed. They are seen together with the next packet.
     fn expected(&self) -> u16 {
-        let waits = |id| {
-            self.connections
-                .get(id)
-                .is_some_and(Connection::needs_no_answer)
-        };
-        u16::from(!self.asked.is_empty() && self.asked.iter().all(waits))
+        let mut expected = 0;
+        for id in &self.asked {
+            let connection = self.connections.get(id);
+            let Some(connection) = connection.filter(|it| it.needs_no_answer()) else {
+                return 0;
+            };
+            expected += 1 + u16::from(self.tells_credit && connection.is_early());
+        }
+        expected
     }
 
     /// The device stops: what the guest sent so far still goes to the host.
@@ -402,7 +422,10 @@ impl<'a> Muxer<'a> {
                 }
                 received
             }
-            op::CREDIT_UPDATE => Ok(()),
+            op::CREDIT_UPDATE => {
+                self.tells_credit |= connection.is_early();
+                Ok(())
+            }
             op::CREDIT_REQUEST => {
                 connection.owe_credit_update();
                 Ok(())
@@ -543,7 +566,8 @@ impl<'a> Muxer<'a> {
         });
         match packet {
             Some(header) => {
-                if header.op == op::REQUEST {
+                let last = header.op == op::SHUTDOWN && header.flags == shutdown::BOTH;
+                if (header.op == op::REQUEST || last) && self.asked.len() < MAX_EXPECTED {
                     self.asked.push(id);
                 }
                 self.send(chain, &header);
