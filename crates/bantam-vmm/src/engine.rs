@@ -90,6 +90,15 @@ pub fn probe_engines() -> EngineReport {
     }
 }
 
+/// The engine that a choice means here. What is not needed to know it is not looked for.
+pub(crate) fn choose(choice: EngineChoice) -> Result<EngineKind, VmmError> {
+    let wants_native = choice != EngineChoice::Only(EngineKind::Emulated);
+    if wants_native && matches!(probe_native(), Availability::Ready(_)) {
+        return Ok(EngineKind::Native);
+    }
+    probe_engines().select(choice)
+}
+
 fn probe_native() -> Availability {
     let probe = bantam_hypervisor::probe();
     match probe.kind {

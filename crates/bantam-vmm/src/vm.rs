@@ -9,7 +9,7 @@ use bantam_virtio::vsock::Vsock;
 
 use crate::console::ConsoleLog;
 use crate::devices::{DeviceSet, Handles};
-use crate::engine::{EngineKind, probe_engines};
+use crate::engine::{EngineKind, choose};
 use crate::timeline::trace_step;
 use crate::{Timeline, VmConfig, VmmError};
 
@@ -121,7 +121,7 @@ impl Vm {
         prepare: impl FnOnce(&Vsock) -> std::io::Result<()>,
     ) -> Result<Self, VmmError> {
         config.check()?;
-        let engine = probe_engines().select(config.engine)?;
+        let engine = choose(config.engine)?;
         let (devices, Handles { vsock, network }) = DeviceSet::build(config)?;
         prepare(&vsock).map_err(VmmError::device("vsock"))?;
         let console = ConsoleLog::new();

@@ -62,7 +62,8 @@ fn why_unusable(error: errno::Error) -> UnusableReason {
 /// The CPU's extension as the kernel sees it: it clears the flag when the firmware disabled it.
 /// Where `/proc` cannot be read, the CPU is asked.
 fn hw_extension() -> Option<HwExtension> {
-    let mut text = String::new();
+    // One processor's block, in one call.
+    let mut text = String::with_capacity(8192);
     match File::open("/proc/cpuinfo").map(|f| f.take(CPUINFO_CAP).read_to_string(&mut text)) {
         Ok(Ok(_)) => from_cpuinfo(&text),
         _ => from_cpuid(),

@@ -105,3 +105,75 @@ impl Mapper<'_> {
         Ok(false)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::Permissions;
+    use std::io::Write;
+    use std::os::unix::fs::PermissionsExt;
+
+    use vm_memory::Bytes;
+
+    use super::*;
+
+    const PAGE: usize = 4096;
+
+    fn ram() -> Arc<GuestRam> {
+        reserve(MemorySize::from_mib(64).unwrap()).unwrap()
+    }
+
+    /// Two pages: of ones and of twos.
+    fn file(mode: u32) -> tempfile::NamedTempFile {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(&[[1; PAGE], [2; PAGE]].concat()).unwrap();
+        file.as_file()
+            .set_permissions(Permissions::from_mode(mode))
+            .unwrap();
+        file
+    }
+
+    fn page(ram: &GuestRam, at: u64) -> [u8; PAGE] {
+        ram.read_obj::<[u8; PAGE]>(GuestAddress(at)).unwrap()
+    }
+
+    #[test]
+    fn a_file_that_nobody_may_write_to_is_mapped_and_stays_as_it_is() {
+        let (ram, file) = (ram(), file(0o444));
+        let at = GuestAddress(0x10_0000);
+        let mapped = Mapper(&ram).map(file.as_file(), PAGE as u64, at, PAGE);
+        assert!(mapped.unwrap());
+        assert_eq!(page(&ram, 0x10_0000), [2; PAGE]);
+        for beside in [0x10_0000 - PAGE as u64, 0x10_0000 + PAGE as u64] {
+            assert_eq!(page(&ram, beside), [0; PAGE]);
+        }
+        ram.write_obj(9u8, at).unwrap();
+        assert_eq!(page(&ram, 0x10_0000)[..2], [9, 2]);
+        let on_disk = std::fs::read(file.path()).unwrap();
+        assert_eq!(on_disk[PAGE..], [2; PAGE]);
+    }
+
+    #[test]
+    fn a_file_that_somebody_may_write_to_is_not_mapped() {
+        let ram = ram();
+        for mode in [0o644, 0o464, 0o446] {
+            let file = file(mode);
+            let at = GuestAddress(0x10_0000);
+            let mapped = Mapper(&ram).map(file.as_file(), 0, at, PAGE);
+            assert!(!mapped.unwrap(), "{mode:o}");
+            assert_eq!(page(&ram, 0x10_0000), [0; PAGE]);
+        }
+    }
+
+    #[test]
+    fn nothing_beyond_the_end_of_a_file_or_of_memory_is_mapped() {
+        let (ram, file) = (ram(), file(0o444));
+        let map = |offset: usize, at: u64| {
+            let mapper = Mapper(&ram);
+            let mapped = mapper.map(file.as_file(), offset as u64, GuestAddress(at), PAGE * 2);
+            mapped.unwrap()
+        };
+        assert!(!map(PAGE, 0x10_0000));
+        assert!(!map(0, (64 << 20) - PAGE as u64));
+        assert!(map(0, (64 << 20) - 2 * PAGE as u64));
+    }
+}
