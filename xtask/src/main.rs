@@ -18,6 +18,7 @@ mod progress;
 mod rig;
 mod setup;
 mod test;
+mod virtual_time;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -79,6 +80,10 @@ enum Task {
     Fuzz(fuzz::FuzzArgs),
     /// Measure machines: boots, commands, memory; one table, and JSON
     Bench(bench::BenchArgs),
+    /// Time from a program's start to its guest's /init, counted in instructions
+    ///
+    /// Runs in the nested rig; the same boot takes the same time whatever else this host does.
+    VirtualTime(virtual_time::VirtualTimeArgs),
     /// Build and install the program and its guest for this user
     Install {
         /// Where to: PREFIX/bin and PREFIX/share (default: ~/.local)
@@ -109,6 +114,7 @@ fn run(task: Task) -> Result<ExitCode> {
             let built = kernel::GUEST.build(options, &Progress::new())?;
             say(&format!("{}", built.vmlinux.display()));
         }
+        Task::VirtualTime(args) => virtual_time::run(&args)?,
         Task::Bench(args) => bench::run(&args)?,
         Task::Guest => {
             let dir = guest::build(kernel::Options::default(), &Progress::new())?;

@@ -426,7 +426,7 @@ fn initramfs_bytes(job: &str) -> Result<Vec<u8>> {
 }
 
 /// Paths (without the leading slash) and contents of the C library.
-fn libraries() -> Result<Vec<(String, Vec<u8>)>> {
+pub(crate) fn libraries() -> Result<Vec<(String, Vec<u8>)>> {
     LIBRARIES
         .iter()
         .map(|name| {
