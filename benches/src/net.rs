@@ -46,11 +46,20 @@ impl Network {
 
 /// What one machine measured.
 struct Numbers {
-    /// Megabits a second.
-    to_host: f64,
-    to_guest: f64,
+    to_host: Transfer,
+    to_guest: Transfer,
     /// Milliseconds of each request.
     requests: Vec<f64>,
+    /// Interrupts of the guest's card, and frames both ways, for each request.
+    request_interrupts: f64,
+    request_frames: f64,
+}
+
+struct Transfer {
+    /// Megabits a second.
+    rate: f64,
+    /// Interrupts of the guest's card for each 1,000,000 bytes.
+    interrupts: f64,
 }
 
 /// Measures each network `runs` times, in turns.
@@ -88,11 +97,18 @@ pub(crate) fn peers(
             None => report.add(name, engine, unit, values),
             Some(peer) => report.add_peer(peer, name, engine, unit, values),
         };
-        let rate = |rate: fn(&Numbers) -> f64| numbers.iter().map(rate).collect();
-        add("net: iperf3 to the host", "Mbit/s", rate(|n| n.to_host));
-        add("net: iperf3 to the guest", "Mbit/s", rate(|n| n.to_guest));
+        let each = |number: fn(&Numbers) -> f64| numbers.iter().map(number).collect();
+        add("net: to the host", "Mbit/s", each(|n| n.to_host.rate));
+        add("net: to the guest", "Mbit/s", each(|n| n.to_guest.rate));
+        let out = each(|n| n.to_host.interrupts);
+        add("net: to the host, for 1 MB", "interrupts", out);
+        let back = each(|n| n.to_guest.interrupts);
+        add("net: to the guest, for 1 MB", "interrupts", back);
+        let interrupts = each(|n| n.request_interrupts);
+        add("net: HTTP request", "interrupts", interrupts);
+        add("net: HTTP request", "frames", each(|n| n.request_frames));
         let requests = numbers.into_iter().flat_map(|n| n.requests).collect();
-        add("net: HTTP request of 1 KiB", "ms", requests);
+        add("net: HTTP request", "ms", requests);
     }
     Ok(())
 }
@@ -111,10 +127,17 @@ fn measure(
     let url = format!("http://{GATEWAY}:{}/", servers.http_port);
     // curl's time is from its beginning of a request to its last byte, with the connection.
     let script = format!(
-        "{iperf} > /tmp/up && {iperf} --reverse > /tmp/down && \
-         curl --silent --show-error --fail --no-keepalive --output /dev/null \
+        "card=/sys/class/net/eth0 && \
+         line=$(basename $(readlink $card/device)) && \
+         count() {{ awk -v line=$line '$NF == line {{ print $2 }}' /proc/interrupts && \
+         cat $card/statistics/rx_packets $card/statistics/tx_packets; }} && \
+         count > /tmp/counts && {iperf} > /tmp/up && \
+         count >> /tmp/counts && {iperf} --reverse > /tmp/down && \
+         count >> /tmp/counts && \
+         curl --silent --show-error --fail --output /dev/null \
          --write-out '%{{time_total}}\\n' '{url}[1-{REQUESTS}]' > /tmp/times && \
-         cat /tmp/up && echo end && cat /tmp/down && echo end && cat /tmp/times"
+         count >> /tmp/counts && \
+         for part in up down counts times; do cat /tmp/$part; echo end; done"
     );
     let mut run = Command::new(&bench.program);
     run.args(["run", "--quiet", "--engine", bench.engine.name()])
@@ -156,25 +179,39 @@ fn measure(
     parse(&text).ok_or_else(|| Error::Other(format!("the machine said {text:?}")))
 }
 
-/// Two reports of iperf3 and curl's times.
+/// Two reports of iperf3; interrupts, frames to the guest and from it, four times; curl's times.
 fn parse(text: &str) -> Option<Numbers> {
-    let mut parts = text.splitn(3, "\nend\n");
-    let mut rate = || -> Option<f64> {
+    let mut parts = text.split("\nend\n");
+    let mut report = || -> Option<(f64, f64)> {
         let report: serde_json::Value = serde_json::from_str(parts.next()?).ok()?;
-        let bits = report["end"]["sum_received"]["bits_per_second"].as_f64()?;
-        Some(bits / 1e6)
+        let received = &report["end"]["sum_received"];
+        let bits = received["bits_per_second"].as_f64()?;
+        Some((bits / 1e6, received["bytes"].as_f64()? / 1e6))
     };
-    let (to_host, to_guest) = (rate()?, rate()?);
-    let seconds = parts.next()?.lines().map(str::parse::<f64>);
-    let requests: Vec<f64> = seconds
-        .map(|seconds| seconds.map(|seconds| seconds * 1e3))
-        .collect::<Result<_, _>>()
-        .ok()?;
+    let (out, back) = (report()?, report()?);
+    let counts = lines(parts.next()?)?;
+    let after = |step: usize, count: usize| {
+        let at = |step: usize| counts.get(3 * step + count).copied();
+        Some(at(step)? - at(step - 1)?)
+    };
+    let transfer = |(rate, megabytes): (f64, f64), step| {
+        let interrupts = after(step, 0)? / megabytes;
+        Some(Transfer { rate, interrupts })
+    };
+    let requests: Vec<f64> = lines(parts.next()?)?.iter().map(|s| s * 1e3).collect();
+    let of_request = |count: f64| count / REQUESTS as f64;
     (requests.len() == REQUESTS).then_some(Numbers {
-        to_host,
-        to_guest,
+        to_host: transfer(out, 1)?,
+        to_guest: transfer(back, 2)?,
         requests,
+        request_interrupts: of_request(after(3, 0)?),
+        request_frames: of_request(after(3, 1)? + after(3, 2)?),
     })
+}
+
+/// The number in each line.
+fn lines(text: &str) -> Option<Vec<f64>> {
+    text.lines().map(|line| line.parse().ok()).collect()
 }
 
 /// A program that is QEMU with another network behind its card: `netdev` in place of the engine's,
@@ -340,18 +377,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rates_and_times_are_found_in_what_the_machine_says() {
-        let report =
-            |bits: f64| format!("{{\"end\":{{\"sum_received\":{{\"bits_per_second\":{bits}}}}}}}");
-        let times = "0.0015\n".repeat(REQUESTS);
-        let text = format!("{}\nend\n{}\nend\n{times}", report(8e6), report(9e6));
-        let numbers = parse(&text).unwrap();
-        assert_eq!((numbers.to_host, numbers.to_guest), (8.0, 9.0));
-        assert_eq!(numbers.requests.len(), REQUESTS);
-        assert!((numbers.requests[0] - 1.5).abs() < 1e-9);
-        assert!(
-            parse(&text[..text.len() - 7]).is_none(),
-            "a request is missing"
-        );
+    fn rates_counts_and_times_are_found_in_what_the_machine_says() {
+        let report = |bits: f64, bytes: f64| {
+            let sum = format!("{{\"bits_per_second\": {bits}, \"bytes\": {bytes}}}");
+            format!("{{\"end\": {{\"sum_received\": {sum}}}}}\nend\n")
+        };
+        let (out, back) = (report(8e6, 2e6), report(9e6, 3e6));
+        let counts = "10\n1\n1\n30\n5\n5\n90\n9\n9\n3090\n2009\n3009\nend\n";
+        let text = out + &back + counts + &"0.0015\n".repeat(REQUESTS) + "end\n";
+        let n = parse(&text).unwrap();
+        assert_eq!((n.to_host.rate, n.to_host.interrupts), (8.0, 10.0));
+        assert_eq!((n.to_guest.rate, n.to_guest.interrupts), (9.0, 20.0));
+        assert_eq!((n.request_interrupts, n.request_frames), (3.0, 5.0));
+        assert!((n.requests[0] - 1.5).abs() < 1e-9);
+        let less = text.replacen("0.0015\n", "", 1);
+        assert!(parse(&less).is_none(), "a request is missing");
     }
 }
