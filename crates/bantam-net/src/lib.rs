@@ -45,7 +45,7 @@
 //!   format, DNS among them.
 //! * `mio`: edge-triggered readiness on Linux and macOS without unsafe code of ours, and itself a
 //!   descriptor that the device's poller can wait for.
-//! * `rustix`: ping sockets and the linger option, which the standard library lacks.
+//! * `rustix`: ping sockets, routing questions and options of sockets, which the standard library lacks.
 //! * `getrandom`: query identifiers and sequence numbers that a guest's peers cannot guess.
 
 #![forbid(unsafe_code)]
@@ -55,6 +55,7 @@ mod control;
 mod dns;
 mod error;
 mod events;
+mod own;
 mod policy;
 mod slab;
 mod stack;

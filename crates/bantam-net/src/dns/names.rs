@@ -8,17 +8,28 @@ use std::time::{Duration, Instant};
 /// Shortest time for which an address stays known, whatever its answer said: programs keep addresses
 /// longer than they may, and content networks answer with seconds.
 pub(crate) const MIN_TTL: Duration = Duration::from_secs(300);
-/// Longest time.
+/// For how long after its use an address stays known at least: programs that look a name up once
+/// reconnect to what they got.
+pub(crate) const IN_USE: Duration = Duration::from_secs(60 * 60);
+/// Longest time after the answer, in use or not.
 pub(crate) const MAX_TTL: Duration = Duration::from_secs(24 * 60 * 60);
 /// Most addresses known.
 const MAX_ADDRESSES: usize = 8192;
 /// Most names of one address: a content network has many behind one.
 const MAX_NAMES: usize = 32;
 
+/// A name that an address was given for.
+struct Known {
+    name: Arc<str>,
+    until: Instant,
+    /// The newest answer with it.
+    answered: Instant,
+}
+
 /// Names by address.
 #[derive(Default)]
 pub(crate) struct Names {
-    known: HashMap<IpAddr, Vec<(Arc<str>, Instant)>>,
+    known: HashMap<IpAddr, Vec<Known>>,
 }
 
 impl Names {
@@ -29,19 +40,33 @@ impl Names {
             self.make_room(now);
         }
         let names = self.known.entry(address).or_default();
-        if let Some(known) = names.iter_mut().find(|(known, _)| known == name) {
-            known.1 = known.1.max(until);
+        if let Some(known) = names.iter_mut().find(|known| known.name == *name) {
+            known.until = known.until.max(until);
+            known.answered = now;
             return;
         }
         if names.len() >= MAX_NAMES {
-            names.retain(|(_, until)| *until > now);
+            names.retain(|known| known.until > now);
         }
         if names.len() >= MAX_NAMES
-            && let Some(soonest) = (0..names.len()).min_by_key(|&i| names[i].1)
+            && let Some(soonest) = (0..names.len()).min_by_key(|&i| names[i].until)
         {
             names.swap_remove(soonest);
         }
-        names.push((name.clone(), until));
+        names.push(Known {
+            name: name.clone(),
+            until,
+            answered: now,
+        });
+    }
+
+    /// The guest uses `address`.
+    pub(crate) fn used(&mut self, address: IpAddr, now: Instant) {
+        let names = self.known.get_mut(&address).into_iter().flatten();
+        for known in names.filter(|known| known.until > now) {
+            let until = (now + IN_USE).min(known.answered + MAX_TTL);
+            known.until = known.until.max(until);
+        }
     }
 
     /// The names for which the guest may use `address` now.
@@ -49,14 +74,14 @@ impl Names {
         let names = self.known.get(&address).map_or(&[][..], Vec::as_slice);
         names
             .iter()
-            .filter(|(_, until)| *until > now)
-            .map(|(name, _)| &**name)
+            .filter(|known| known.until > now)
+            .map(|known| &*known.name)
             .collect()
     }
 
     /// Forgets what is over, or else an eighth: those that end soonest.
     fn make_room(&mut self, now: Instant) {
-        let end = |names: &[(Arc<str>, Instant)]| names.iter().map(|(_, until)| *until).max();
+        let end = |names: &[Known]| names.iter().map(|known| known.until).max();
         self.known
             .retain(|_, names| end(names).is_some_and(|until| until > now));
         if self.known.len() < MAX_ADDRESSES {
@@ -102,6 +127,25 @@ mod tests {
             ["long.test", "longest.test"]
         );
         assert!(names.of(ADDRESS, now + MAX_TTL).is_empty());
+    }
+
+    #[test]
+    fn an_address_in_use_stays_known_for_an_hour_but_no_more_than_a_day() {
+        let mut names = Names::default();
+        let start = Instant::now();
+        names.learn(&"a.test".into(), ADDRESS, IN_USE, start);
+        let mut now = start;
+        while now < start + MAX_TTL - IN_USE {
+            now += IN_USE / 2;
+            names.used(ADDRESS, now);
+            now += IN_USE / 4;
+            assert_eq!(names.of(ADDRESS, now), ["a.test"], "{:?}", now - start);
+        }
+        names.used(ADDRESS, start + MAX_TTL - Duration::from_secs(1));
+        assert!(names.of(ADDRESS, start + MAX_TTL).is_empty());
+        // What is over does not come back.
+        names.used(ADDRESS, start + MAX_TTL);
+        assert!(names.of(ADDRESS, start + MAX_TTL).is_empty());
     }
 
     #[test]

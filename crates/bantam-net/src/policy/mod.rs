@@ -4,7 +4,8 @@
 //!
 //! 1. Is the network on? [`Policy::off`] refuses everything.
 //! 2. Does a deny rule speak of the address and port? Then it is refused: deny beats allow. For an
-//!    IPv6 address that leads to an IPv4 address (NAT64, 6to4, Teredo), rules about that count too.
+//!    IPv6 address that leads to an IPv4 address (NAT64, 6to4, Teredo), rules about that count too;
+//!    for the host, by whichever of its addresses, rules about 127.0.0.1 and ::1.
 //! 3. Is its [`Range`] granted? Public addresses are; [`Policy::allow_private`] adds private,
 //!    carrier and IPv4 link-local addresses; [`Policy::allow_host_loopback`] adds the host itself.
 //!    An allow rule for addresses grants a special range when the rule lies *wholly inside* it:
@@ -25,7 +26,7 @@ mod rule;
 mod table;
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 pub use range::{Range, range};
 pub(crate) use rule::normal_name;
@@ -148,6 +149,9 @@ impl Policy {
             self.check_denied(IpAddr::V4(v4), to.port)?;
         }
         if to.host {
+            // It has many addresses, and a rule about one is about what all of them lead to.
+            self.check_denied(Ipv4Addr::LOCALHOST.into(), to.port)?;
+            self.check_denied(Ipv6Addr::LOCALHOST.into(), to.port)?;
             return self.decide_host(to);
         }
         self.check_range(to)?;
@@ -194,11 +198,12 @@ impl Policy {
 
     /// The host itself: its loopback, or one of its addresses.
     fn decide_host(&self, to: &Destination<'_>) -> Result<(), Reason> {
-        if self.allow_host_loopback {
+        let block = range::block(to.address);
+        // Some hosts serve credentials to themselves, as a cloud would.
+        if self.allow_host_loopback && block.range != Range::Metadata {
             return Ok(());
         }
         // Who names the host's address in a rule means the host. Its private addresses are private.
-        let block = range::block(to.address);
         let loopback = block.range == Range::Loopback;
         let named = self.allow_cidrs.iter().any(|rule| {
             rule.matches(to.address, to.port)

@@ -86,9 +86,11 @@ const fn v6(segments: [u16; 8], prefix: u8) -> Cidr {
 
 /// Blocks by kind; the first that holds an address counts. The last of each family is everything.
 const BLOCKS: &[(Cidr, Range)] = &[
-    // AWS, GCP, Azure, OpenStack and most others; ECS tasks; EKS pods; Alibaba; Oracle; Azure's
-    // wire server, on a public address.
+    // AWS, GCP, Azure, OpenStack and most others; ECS tasks; EKS pods; Tencent; Scaleway; Alibaba;
+    // Oracle; Azure's wire server, on a public address.
     (v4(169, 254, 169, 254, 32), Range::Metadata),
+    (v4(169, 254, 0, 23, 32), Range::Metadata),
+    (v4(169, 254, 42, 42, 32), Range::Metadata),
     (v4(169, 254, 170, 2, 32), Range::Metadata),
     (v4(169, 254, 170, 23, 32), Range::Metadata),
     (v4(100, 100, 100, 200, 32), Range::Metadata),
@@ -111,7 +113,7 @@ const BLOCKS: &[(Cidr, Range)] = &[
     (v4(255, 255, 255, 255, 32), Range::Broadcast),
     (v4(240, 0, 0, 0, 4), Range::Reserved),
     (v4(0, 0, 0, 0, 0), Range::Public),
-    // AWS (metadata, EKS pods), GCP.
+    // AWS (metadata, EKS pods), GCP, Scaleway.
     (
         v6([0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254], 128),
         Range::Metadata,
@@ -122,6 +124,10 @@ const BLOCKS: &[(Cidr, Range)] = &[
     ),
     (
         v6([0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254], 128),
+        Range::Metadata,
+    ),
+    (
+        v6([0xfd00, 0x42, 0, 0, 0, 0, 0, 0x42], 128),
         Range::Metadata,
     ),
     (v6([0; 8], 128), Range::Unspecified),

@@ -108,6 +108,9 @@ const ROWS: &[(&str, &str, &str)] = &[
     ("public", "udp 169.254.169.254 53", "metadata"),
     ("public", "icmp 169.254.169.254", "metadata"),
     ("public", "tcp 169.254.170.2 80", "metadata"),
+    ("private", "tcp 169.254.0.23 80", "metadata"),
+    ("private", "tcp 169.254.42.42 80", "metadata"),
+    ("private", "tcp fd00:42::42 80", "metadata"),
     ("public", "tcp 169.254.170.23 80", "metadata"),
     ("public", "tcp 100.100.100.200 80", "metadata"),
     ("public", "tcp 168.63.129.16 80", "metadata"),
@@ -189,6 +192,32 @@ const ROWS: &[(&str, &str, &str)] = &[
     ("loopback +a.test", "tcp 8.8.8.8 80", "unlisted"),
     ("loopback -127.0.0.1:22", "tcp host 22", "-127.0.0.1/32:22"),
     ("loopback -127.0.0.1:22", "tcp host 80", "ok"),
+    // A deny rule about the host holds for all of its addresses.
+    (
+        "loopback -127.0.0.1:22",
+        "tcp own:2606:4700::1 22",
+        "-127.0.0.1/32:22",
+    ),
+    (
+        "loopback -127.0.0.1:22",
+        "tcp own:192.168.1.2 22",
+        "-127.0.0.1/32:22",
+    ),
+    ("loopback -::1", "tcp host 22", "-::1/128"),
+    (
+        "private -127.0.0.0/8",
+        "tcp own:192.168.1.2 22",
+        "-127.0.0.0/8",
+    ),
+    ("private -127.0.0.0/8", "tcp 192.168.1.2 22", "ok"),
+    // Credentials that the host serves to itself are granted only by themselves.
+    ("loopback", "tcp own:169.254.169.254 80", "host"),
+    ("loopback private", "tcp own:169.254.170.2 80", "host"),
+    (
+        "loopback +169.254.169.254",
+        "tcp own:169.254.169.254 80",
+        "ok",
+    ),
     ("+127.0.0.1", "tcp host 80", "host"),
     ("+127.0.0.0/8", "tcp 127.0.0.1 80", "loopback"),
     ("public", "tcp own:8.8.8.8 80", "host"),

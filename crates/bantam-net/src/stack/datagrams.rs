@@ -17,8 +17,8 @@ use super::tcp::Target;
 use crate::slab::Slab;
 use crate::{Addresses, Protocol};
 
-/// For how long a flow lives without a datagram, before and after there was an answer (RFC 4787
-/// §4.3 asks for at least two minutes).
+/// For how long a flow lives without a datagram, before and after there was an answer. (RFC 4787
+/// §4.3 asks for at least two minutes; what nobody answers, a scan for example, gets less.)
 const IDLE_UNANSWERED: Duration = Duration::from_secs(60);
 const IDLE: Duration = Duration::from_secs(180);
 /// Datagrams taken from one socket before others get their turn.
@@ -156,14 +156,19 @@ impl Datagrams {
         id
     }
 
-    /// Ends the flow that was idle longest, if there are too many.
+    /// Ends the flow that was idle longest, if there are too many, of those that began on the side
+    /// that has more: neither the guest nor strangers at its ports take the other's.
     fn make_room(&mut self, registry: &Registry) {
         if self.flows.len() < self.limit {
             return;
         }
+        let inward = |flow: &Flow| matches!(flow.way, Way::In { .. });
+        let inwards = self.flows.iter().filter(|(_, flow)| inward(flow)).count();
+        let side = inwards > self.limit / 2;
         let oldest = self
             .flows
             .iter()
+            .filter(|(_, flow)| inward(flow) == side)
             .min_by_key(|(_, flow)| flow.last_active)
             .map(|(id, _)| id);
         if let Some(id) = oldest {
@@ -186,7 +191,8 @@ impl Datagrams {
         };
         flow.last_active = now;
         let result = match &flow.way {
-            Way::Out(socket) => socket.send(data),
+            // The error of an earlier datagram is told instead of sending this one.
+            Way::Out(socket) => socket.send(data).or_else(|_| socket.send(data)),
             Way::In { port, client } => match self.ports.get(*port) {
                 Some(port) => {
                     flow.answered = true;
@@ -219,6 +225,7 @@ impl Datagrams {
             return;
         };
         flow.waiting = false;
+        let mut odd = false;
         for _ in 0..TURN {
             if !output.has_room() {
                 break;
@@ -237,9 +244,12 @@ impl Datagrams {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
                     // What came back for an earlier datagram; reading it has cleared it. Of others there
-                    // is no telling whether they would come again at once.
+                    // is no telling whether they would come again at once, so only one is passed over.
                     let Some(why) = why(&error) else {
-                        return;
+                        if std::mem::replace(&mut odd, true) {
+                            return;
+                        }
+                        continue;
                     };
                     let (guest, peer) = (flow.key.guest, flow.key.peer);
                     let protocol = match (flow.key.carrier, guest.is_ipv4()) {

@@ -304,6 +304,11 @@ impl Stack {
         for id in self.tcp.idle(now) {
             self.tcp.abort(registry, &mut self.output, id);
         }
+        let tcp = self.tcp.flows.iter().map(|(_, flow)| &flow.target);
+        let datagrams = self.datagrams.flows.iter().map(|(_, flow)| &flow.target);
+        for target in tcp.chain(datagrams).flatten() {
+            self.names.used(target.address.ip(), now);
+        }
     }
 
     fn count(&mut self) {
@@ -348,12 +353,14 @@ impl Stack {
     /// Takes connections to a port of the host. While there are too many flows, they wait in the
     /// host's queue.
     fn accept(&mut self, index: usize, now: Instant) {
-        for _ in 0..ACCEPTS {
+        // Strangers do not take all that the guest may have.
+        let room = (self.limits.tcp_flows / 4 * 3).saturating_sub(self.tcp.inward());
+        for done in 0..ACCEPTS {
             let Some(listener) = self.listeners.get_mut(index) else {
                 return;
             };
             listener.waiting = true;
-            if self.tcp.flows.len() >= self.limits.tcp_flows {
+            if done >= room || self.tcp.flows.len() >= self.limits.tcp_flows {
                 return;
             }
             match listener.socket.accept() {

@@ -1,7 +1,7 @@
 //! Where the guest wants to go: the policy asked, sockets made, refusals told.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Instant;
 
 use mio::net::TcpStream;
@@ -15,9 +15,12 @@ use super::tcp::{self, Refused, Target};
 use crate::config::HOST_NAMES;
 use crate::control::{Counters, lock};
 use crate::dns::{self, Answer, Origin};
-use crate::{Destination, Protocol, Range, Reason, range};
+use crate::own::is_own;
+use crate::{Destination, Protocol, Reason};
 
 const DNS_PORT: u16 = 53;
+/// Connections to the name service, each of which may hold answers; see `pump`.
+const MAX_NAME_CONNECTIONS: usize = 64;
 
 impl Stack {
     /// Where `peer`, as the guest sees it, leads, and whether it may.
@@ -74,7 +77,11 @@ impl Stack {
             return;
         }
         if self.addresses.is_gateway(key.peer.ip()) && key.peer.port() == DNS_PORT {
-            self.tcp.open_names(&mut self.output, key, syn, now);
+            if self.tcp.names() < MAX_NAME_CONNECTIONS {
+                self.tcp.open_names(&mut self.output, key, syn, now);
+            } else {
+                self.tcp.reject(&mut self.output, syn, now);
+            }
             return;
         }
         let target = match self.route(Protocol::Tcp, key.peer, now) {
@@ -262,31 +269,4 @@ fn loopback(gateway: IpAddr) -> IpAddr {
         IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
         IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
     }
-}
-
-/// Whether `address` is one that the host has on an interface: a socket connected to it has it at
-/// this end, too. Connecting a datagram socket sends nothing.
-///
-/// Loopback by its own address and what a socket would take for an IPv4 address are not looked at:
-/// those are refused for what they are.
-fn is_own(address: IpAddr) -> bool {
-    if matches!(
-        range(address),
-        Range::Loopback
-            | Range::Embedded
-            | Range::Unspecified
-            | Range::Multicast
-            | Range::Broadcast
-    ) {
-        return false;
-    }
-    let any: IpAddr = match address {
-        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let local = UdpSocket::bind((any, 0)).and_then(|socket| {
-        socket.connect((address, 9))?;
-        socket.local_addr()
-    });
-    local.is_ok_and(|local| local.ip() == address)
 }

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Shutdown};
+use std::time::Duration;
 
 use mio::Registry;
 use mio::net::TcpStream;
@@ -19,10 +20,11 @@ use crate::dns::MAX_QUERY;
 
 /// Bytes moved one way before other connections get their turn.
 const TURN: usize = 1 << 20;
-/// Answers waiting for one connection to the name service, in bytes.
-const MAX_ANSWERS: usize = 256 << 10;
+/// Answers waiting for one connection to the name service, in bytes, above which nothing more is asked.
+/// Those under way come on top: 64 KiB each at most.
+const MAX_ANSWERS: usize = 64 << 10;
 /// Queries of one such connection that are under way.
-const MAX_QUERIES: usize = 16;
+const MAX_QUERIES: usize = 8;
 
 /// The other end of a connection.
 pub(super) struct Host {
@@ -80,7 +82,7 @@ impl Host {
 
     /// A socket that is connected.
     pub(super) fn accepted(stream: TcpStream) -> Host {
-        set_no_delay(&stream);
+        set_options(&stream);
         Host::new(End::Stream(stream), true)
     }
 
@@ -104,7 +106,7 @@ impl Host {
         }
         match stream.peer_addr() {
             Ok(_) => {
-                set_no_delay(stream);
+                set_options(stream);
                 Ok(true)
             }
             Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(false),
@@ -136,12 +138,17 @@ impl Host {
         }
     }
 
+    /// Whether it is our own name service.
+    pub(super) fn is_names(&self) -> bool {
+        matches!(self.end, End::Names(_))
+    }
+
     /// The next whole query of a connection to the name service.
     pub(super) fn next_query(&mut self) -> Option<Vec<u8>> {
         let End::Names(names) = &mut self.end else {
             return None;
         };
-        if names.asked >= MAX_QUERIES || names.output.len() > MAX_ANSWERS {
+        if !names.may_ask() {
             return None;
         }
         let &[high, low, ..] = &names.input[..] else {
@@ -174,15 +181,42 @@ impl Host {
     }
 }
 
-fn set_no_delay(stream: &TcpStream) {
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "setting TCP_NODELAY");
+impl Names {
+    /// Whether another query may be asked now.
+    fn may_ask(&self) -> bool {
+        self.asked < MAX_QUERIES && self.output.len() <= MAX_ANSWERS
+    }
+
+    /// Whether a whole query is there.
+    fn is_whole(&self) -> bool {
+        match self.input[..] {
+            [high, low, ref rest @ ..] => {
+                let len = usize::from(u16::from_be_bytes([high, low]));
+                rest.len() >= len || len > MAX_QUERY
+            }
+            _ => false,
+        }
+    }
+}
+
+/// After so long without a byte the host asks whether its peer is there: the guest's own questions
+/// end here, and what is between the host and the peer forgets connections that are silent.
+const KEEP_ALIVE: Duration = Duration::from_secs(60);
+
+fn set_options(stream: &TcpStream) {
+    use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepidle};
+    let set = stream.set_nodelay(true).and_then(|()| {
+        set_socket_keepalive(stream, true)?;
+        Ok(set_tcp_keepidle(stream, KEEP_ALIVE)?)
+    });
+    if let Err(error) = set {
+        tracing::debug!(%error, "setting a connection's options");
     }
 }
 
 /// Makes closing the socket send a reset.
 fn reset_on_close(stream: &TcpStream) {
-    let linger = Some(std::time::Duration::ZERO);
+    let linger = Some(Duration::ZERO);
     if let Err(error) = rustix::net::sockopt::set_socket_linger(stream, linger) {
         tracing::debug!(%error, "setting SO_LINGER");
     }
@@ -192,9 +226,11 @@ fn reset_on_close(stream: &TcpStream) {
 pub(super) fn move_bytes(socket: &mut Socket<'_>, host: &mut Host) -> Moved {
     let (out, out_more) = from_guest(socket, host);
     let (back, back_more) = to_guest(socket, host);
+    // A connection to the name service has its queries read after this.
+    let query = matches!(&host.end, End::Names(names) if names.may_ask() && names.is_whole());
     let moved = Moved {
         bytes: out + back,
-        more: out_more || back_more,
+        more: out_more || back_more || query,
     };
     host.guest_fin |= matches!(
         socket.state(),
@@ -210,7 +246,7 @@ pub(super) fn move_bytes(socket: &mut Socket<'_>, host: &mut Host) -> Moved {
             }
             // Nothing follows but what is already being answered.
             End::Names(names)
-                if names.asked == 0 && names.output.is_empty() && !is_whole(names) =>
+                if names.asked == 0 && names.output.is_empty() && !names.is_whole() =>
             {
                 socket.close();
                 host.host_ended = true;
@@ -268,21 +304,7 @@ fn from_guest(socket: &mut Socket<'_>, host: &mut Host) -> (usize, bool) {
         }
         total += moved;
     }
-    // A connection to the name service has its queries read after this.
-    let names =
-        matches!(&host.end, End::Names(names) if names.asked < MAX_QUERIES && is_whole(names));
-    (total, names)
-}
-
-/// Whether a whole query is there.
-fn is_whole(names: &Names) -> bool {
-    match names.input[..] {
-        [high, low, ref rest @ ..] => {
-            let len = usize::from(u16::from_be_bytes([high, low]));
-            rest.len() >= len || len > MAX_QUERY
-        }
-        _ => false,
-    }
+    (total, false)
 }
 
 /// Gives how many bytes moved and whether there are more that could.
@@ -318,6 +340,9 @@ fn to_guest(socket: &mut Socket<'_>, host: &mut Host) -> (usize, bool) {
                 let (front, _) = names.output.as_slices();
                 let sent = socket.send_slice(front).unwrap_or(0);
                 names.output.drain(..sent);
+                if names.output.is_empty() {
+                    names.output.shrink_to(0);
+                }
                 (sent, false)
             }
             _ => (0, false),
@@ -461,5 +486,8 @@ pub(super) fn rewrite_mss(packet: &[u8], output: &Output, mss: &mut u16) -> Opti
         return None;
     }
     tcp.max_seg_size = Some(u16::MAX);
+    // A SYN acknowledges no ranges; with them and what was just added the options could be longer
+    // than a header can say.
+    tcp.sack_ranges = [None; 3];
     Some(emit(from, to, &tcp))
 }

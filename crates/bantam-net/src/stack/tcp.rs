@@ -38,6 +38,8 @@ const HANDSHAKE: WireDuration = WireDuration::from_secs(20 * PACE as u64);
 const CONNECT: Duration = Duration::from_secs(75);
 /// After so long without a byte a connection is reset (RFC 5382 §5 asks for 2 h 4 min).
 pub(super) const IDLE: Duration = Duration::from_secs(2 * 3600 + 4 * 60);
+/// The same for one to the name service, which is for a few questions (RFC 7766 §6.2.3).
+const NAMES_IDLE: Duration = Duration::from_secs(60);
 /// Least pause before a connection that had nothing to send says again that it has.
 const RECHECK: Duration = Duration::from_millis(5);
 /// For how long an acknowledgement waits for the host's answer to go with: that of a request that one
@@ -414,11 +416,27 @@ impl Tcp {
         self.serve(registry, output, id, Instant::now());
     }
 
+    /// How many connections came from outside.
+    pub(super) fn inward(&self) -> usize {
+        let inward = |flow: &Flow| flow.target.is_none() && !flow.host.is_names();
+        self.flows.iter().filter(|(_, flow)| inward(flow)).count()
+    }
+
+    /// How many connections are to the name service.
+    pub(super) fn names(&self) -> usize {
+        let flows = self.flows.iter();
+        flows.filter(|(_, flow)| flow.host.is_names()).count()
+    }
+
     /// Connections without a byte for too long.
     pub(super) fn idle(&self, now: Instant) -> Vec<usize> {
+        let limit = |flow: &Flow| match flow.host.is_names() {
+            true => NAMES_IDLE,
+            false => IDLE,
+        };
         self.flows
             .iter()
-            .filter(|(_, flow)| now.saturating_duration_since(flow.last_active) > IDLE)
+            .filter(|(_, flow)| now.saturating_duration_since(flow.last_active) > limit(flow))
             .map(|(id, _)| id)
             .collect()
     }

@@ -5,9 +5,9 @@ use std::net::{Ipv4Addr, TcpListener, UdpSocket};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bantam_net::{Checksum, Config, FrameInfo, Limits, Offloads, Segmentation};
+use bantam_net::{Checksum, Config, FrameInfo, Limits, Offloads, Policy, Segmentation};
 use smoltcp::socket::tcp::State;
-use smoltcp::wire::{Ipv4Packet, TcpControl, TcpRepr, TcpSeqNumber};
+use smoltcp::wire::{Ipv4Packet, TcpControl, TcpRepr, TcpSeqNumber, TcpTimestampRepr};
 
 use crate::guest::{Guest, frame, granted};
 
@@ -314,4 +314,109 @@ fn a_connection_to_the_name_service_takes_no_more_than_its_limits() {
     }
     guest.tcp(socket).close();
     assert_eq!(guest.receive_all(socket).unwrap(), b"");
+}
+
+#[test]
+fn a_syn_whose_options_fill_the_header_breaks_nothing() {
+    let offloads = Offloads {
+        checksum: true,
+        segmentation: true,
+    };
+    let mut guest = Guest::with(&Config::default(), offloads);
+    let partial = FrameInfo {
+        checksum: Checksum::Partial {
+            start: 34,
+            offset: 16,
+        },
+        ..FrameInfo::default()
+    };
+    for (from, port) in [(1, 53), (2, 80)] {
+        // A header of the same length, whose options are then replaced: selective acknowledgement is
+        // permitted and given for three ranges, and there is a time stamp. With the largest segment
+        // size, which the stack adds, they would be two bytes too many.
+        let tcp = TcpRepr {
+            src_port: from,
+            dst_port: port,
+            control: TcpControl::Syn,
+            seq_number: TcpSeqNumber(1),
+            ack_number: Some(TcpSeqNumber(0)),
+            window_len: 65_535,
+            window_scale: None,
+            max_seg_size: None,
+            sack_permitted: true,
+            sack_ranges: [Some((1, 2)), Some((3, 4)), Some((5, 6))],
+            timestamp: Some(TcpTimestampRepr::new(1, 2)),
+            payload: &[],
+        };
+        let mut syn = frame(&guest.addresses, &tcp);
+        let options = &mut syn[54..];
+        assert_eq!(options.len(), 40);
+        options.fill(0);
+        options[..4].copy_from_slice(&[4, 2, 5, 26]);
+        options[28..30].copy_from_slice(&[8, 10]);
+        // No acknowledgement.
+        syn[42..46].fill(0);
+        syn[47] = 2;
+        guest.stack.receive(&syn, &partial);
+        guest.stack.run();
+        let mut answers = 0;
+        while guest.stack.take_frame(|_, _| {
+            answers += 1;
+            true
+        }) {}
+        assert!(answers > 0, "port {port} is answered or reset");
+    }
+}
+
+#[test]
+fn questions_whose_answers_nobody_reads_neither_spin_nor_pile_up() {
+    // Names are refused without being asked for, so that answers come at once.
+    let mut guest = Guest::new(Policy::off());
+    let to = guest.host(53);
+    let connection = guest.connect_with(to, 16 << 10);
+    guest.until("the connection", |guest| {
+        guest.connected(connection).then_some(())
+    });
+    // A query of the root for its addresses, after its length.
+    let query = b"\0\x11ab\x01\0\0\x01\0\0\0\0\0\0\0\0\x01\0\x01";
+    let queries = query.repeat(1000);
+    let mut sent = 0;
+    let mut still = Instant::now();
+    guest.until("the stack takes no more", |guest| {
+        let socket = guest.tcp(connection);
+        assert!(socket.may_send(), "it was ended after {sent} bytes");
+        let taken = socket.send_slice(&queries[sent % queries.len()..]).unwrap();
+        if taken > 0 {
+            sent += taken;
+            still = Instant::now();
+        }
+        (still.elapsed() > Duration::from_millis(300)).then_some(())
+    });
+    // The windows, the stack's buffers, and 64 KiB of answers.
+    assert!(
+        (300_000..1 << 20).contains(&sent),
+        "{sent} bytes of questions were taken"
+    );
+    let start = Instant::now();
+    let mut turns = 0;
+    while start.elapsed() < Duration::from_millis(300) {
+        let pause = guest.step();
+        turns += 1;
+        guest.wait(pause.min(Duration::from_millis(20)));
+    }
+    assert!(turns < 100, "{turns} turns in 300 ms");
+    // Nor do many such connections cost much: there are not many.
+    let others: Vec<_> = (0..100).map(|_| guest.connect(to)).collect();
+    let refused = guest.until("all are answered", |guest| {
+        let open = others
+            .iter()
+            .filter(|handle| guest.tcp(**handle).state() == State::SynSent)
+            .count();
+        let refused = others
+            .iter()
+            .filter(|handle| guest.tcp(**handle).state() == State::Closed)
+            .count();
+        (open == 0).then_some(refused)
+    });
+    assert_eq!(refused, 100 - 63);
 }

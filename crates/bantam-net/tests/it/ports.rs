@@ -3,11 +3,11 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::thread;
 use std::time::Duration;
 
-use bantam_net::{Config, Error, Offloads, Policy, PortForward, Protocol, open};
+use bantam_net::{Config, Error, Limits, Offloads, Policy, PortForward, Protocol, open};
 use smoltcp::iface::SocketHandle;
 use smoltcp::socket::tcp;
 
-use crate::guest::{Guest, own_address};
+use crate::guest::{Guest, granted, own_address};
 
 fn forward(protocol: Protocol, listen: SocketAddr) -> Config {
     Config {
@@ -194,4 +194,42 @@ fn a_driver_reset_ends_connections_and_keeps_ports() {
     guest.until("a client", |guest| {
         guest.tcp(server).may_send().then_some(())
     });
+}
+
+#[test]
+fn strangers_at_ports_leave_the_guest_its_share() {
+    let mut config = forward(Protocol::Udp, loopback());
+    config.policy = granted();
+    config.limits = Limits {
+        datagram_flows: 8,
+        ..Limits::default()
+    };
+    let mut guest = Guest::with(&config, Offloads::default());
+    let to = guest.network.host_port(8080).unwrap();
+    let server = UdpSocket::bind(loopback()).unwrap();
+    let own = guest.udp();
+    let host = guest.host(server.local_addr().unwrap().port());
+    guest.udp_send(own, host, b"before");
+    let mut taken = [0; 16];
+    server.set_nonblocking(true).unwrap();
+    let (_, back) = guest.until("the guest's datagram", |_| {
+        server.recv_from(&mut taken).ok()
+    });
+    let strangers: Vec<_> = (0..40)
+        .map(|_| {
+            let client = UdpSocket::bind(loopback()).unwrap();
+            client.send_to(b"x", to).unwrap();
+            client
+        })
+        .collect();
+    let mut passed = 0;
+    guest.until("the strangers' datagrams", |guest| {
+        passed += guest.card.received.len();
+        guest.card.received.clear();
+        (passed >= strangers.len()).then_some(())
+    });
+    server.send_to(b"still there", back).unwrap();
+    let (data, _) = guest.udp_receive(own);
+    assert_eq!(data, b"still there");
+    assert!(guest.network.stats().datagram_flows <= 8);
 }
