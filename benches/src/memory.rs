@@ -79,9 +79,14 @@ impl Usage {
         self.beside_guest_kib() as f64 / 1024.0
     }
 
-    /// What is beside the guest's memory, by mapping, in KiB.
+    /// What is beside the guest's memory, by the mapped file's name without its folder, in KiB.
     pub(crate) fn mappings(self) -> BTreeMap<String, u64> {
-        self.beside
+        let mut files = BTreeMap::new();
+        for (path, kib) in self.beside {
+            let name = path.rsplit('/').next().unwrap_or(&path);
+            *files.entry(name.to_owned()).or_default() += kib;
+        }
+        files
     }
 }
 
