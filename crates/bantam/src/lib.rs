@@ -82,5 +82,5 @@ pub use machines::{
     Changes, EgressRecord, LogOptions, MachineInfo, MachineName, MachineState, MachineStats,
     Machines, Stopped, Stopper, VmmProcess,
 };
-pub use network::NetworkConfig;
+pub use network::{NetworkConfig, raise_descriptor_limit};
 pub use status::{Finished, Output, Status};

@@ -4,8 +4,9 @@ use std::fs::File;
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use bantam_net::{CidrRule, Config, HOST_NAMES, HostRule, Policy, PortForward, Protocol};
+use bantam_net::{CidrRule, Config, HOST_NAMES, HostRule, Limits, Policy, PortForward, Protocol};
 use bantam_protocol::GuestNetwork;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 
@@ -177,6 +178,7 @@ impl NetworkConfig {
             policy: self.policy.clone(),
             dns_servers: self.dns_servers.clone(),
             ports: self.ports.clone(),
+            limits: limits_for(descriptor_limit()),
             ..Config::default()
         };
         let mut mac = config.addresses.guest_mac;
@@ -191,7 +193,9 @@ impl NetworkConfig {
     pub(crate) fn guest(&self, config: &Config) -> GuestNetwork {
         let addresses = &config.addresses;
         let gateway = IpAddr::from(addresses.gateway_v4);
-        let search = match self.search.is_empty() && self.dns_servers.is_empty() {
+        // The host's domains are no business of a machine that asks another server, or none.
+        let of_the_host = self.dns_servers.is_empty() && self.policy.enabled;
+        let search = match self.search.is_empty() && of_the_host {
             true => host_search(),
             false => self.search.clone(),
         };
@@ -211,6 +215,41 @@ impl NetworkConfig {
             },
             route_loopback: self.ports.iter().any(|port| port.guest_loopback),
         }
+    }
+}
+
+/// Allows this process as many descriptors as it may allow itself.
+///
+/// Each connection of a machine takes one, in the process that has the machine. The usual limit of
+/// 1024 is for programs that cannot handle more (select(2)); with it one machine gets 256
+/// connections rather than 4096, so that what else the process does goes on. For a program with
+/// machines of its own, before it makes the first.
+pub fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    // With the lower limit fewer connections are possible.
+    let _ = setrlimit(Resource::Nofile, raised);
+}
+
+fn descriptor_limit() -> usize {
+    let limit = getrlimit(Resource::Nofile).current;
+    limit.map_or(usize::MAX, |limit| {
+        usize::try_from(limit).unwrap_or(usize::MAX)
+    })
+}
+
+/// What one machine may have when its process may have so many descriptors.
+fn limits_for(descriptors: usize) -> Limits {
+    let most = Limits::default();
+    let share = |most: usize, part: usize| most.min(descriptors / part).max(1);
+    Limits {
+        tcp_flows: share(most.tcp_flows, 4),
+        tcp_connecting: share(most.tcp_connecting, 8),
+        datagram_flows: share(most.datagram_flows, 16),
+        dns_queries: share(most.dns_queries, 32),
     }
 }
 
@@ -464,6 +503,25 @@ mod tests {
             let error = parse_ports(text).unwrap_err();
             assert!(matches!(error, Error::Network(_)), "{text}");
         }
+    }
+
+    #[test]
+    fn a_machine_leaves_its_process_most_of_the_descriptors() {
+        for descriptors in [1, 64, 1024, 4096, usize::MAX] {
+            let limits = limits_for(descriptors);
+            let all = limits.tcp_flows + limits.datagram_flows + limits.dns_queries;
+            assert!(all <= descriptors / 2 || descriptors < 64, "{limits:?}");
+        }
+        assert_eq!(limits_for(1024).tcp_flows, 256);
+        assert_eq!(limits_for(1 << 20), Limits::default());
+    }
+
+    #[test]
+    fn a_machine_without_a_way_out_is_not_told_of_the_hosts_domains() {
+        let isolated = NetworkConfig::isolated().publish("8080:80").unwrap();
+        assert!(isolated.guest(&isolated.config()).search.is_empty());
+        let own = isolated.search("own.example").unwrap();
+        assert_eq!(own.guest(&own.config()).search, ["own.example"]);
     }
 
     #[test]

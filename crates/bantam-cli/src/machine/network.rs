@@ -211,13 +211,22 @@ impl NetworkChangeArgs {
             }
             return self.add.config().map(Some);
         };
+        let restricted = network.policy.is_restricted();
         remove(&mut network.policy.allow_hosts, &self.remove_allow_host)?;
         remove(&mut network.policy.allow_cidrs, &self.remove_allow_cidr)?;
         remove(&mut network.policy.deny_cidrs, &self.remove_deny_cidr)?;
         for ports in &self.remove_port {
             unpublish(&mut network, ports)?;
         }
-        self.add.add_to(network).map(|network| Some(Some(network)))
+        let network = self.add.add_to(network)?;
+        if restricted && !network.policy.is_restricted() && !self.add.net {
+            return Err(Failure::Usage(
+                "without its last allow rule the machine could reach all public addresses: \
+                 add --net if it may, or take its network with --no-net"
+                    .to_owned(),
+            ));
+        }
+        Ok(Some(Some(network)))
     }
 }
 
@@ -375,6 +384,21 @@ mod tests {
                 .unwrap()
                 .is_none()
         );
+        let last = NetworkChangeArgs {
+            remove_allow_host: vec!["a.example".into()],
+            ..NetworkChangeArgs::default()
+        };
+        let error = last.apply(Some(present.clone())).unwrap_err();
+        assert_eq!(error.exit_code(), 2, "the last rule opens everything");
+        let meant = NetworkChangeArgs {
+            add: NetworkArgs {
+                net: true,
+                ..args()
+            },
+            ..last
+        };
+        let network = meant.apply(Some(present.clone())).unwrap();
+        assert!(!network.flatten().unwrap().policy.is_restricted());
         let unknown = NetworkChangeArgs {
             remove_allow_host: vec!["c.example".into()],
             ..NetworkChangeArgs::default()

@@ -32,6 +32,7 @@ pub(super) fn run(global: &Global, args: Box<RunArgs>) -> Outcome {
     if let Some(name) = &args.name {
         builder = builder.hostname(MachineName::parse(name)?.as_str());
     }
+    bantam::raise_descriptor_limit();
     let machine = builder.start()?;
     let notes = notes(machine.engine());
     if !args.output.json {

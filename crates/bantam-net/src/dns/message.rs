@@ -27,7 +27,10 @@ pub(crate) struct Query {
     question: Vec<u8>,
 }
 
-/// Reads a query; `None` for what is not one question of class IN.
+/// AXFR and IXFR (RFC 5936, RFC 1995).
+const ZONE_TRANSFERS: [u16; 2] = [252, 251];
+
+/// Reads a query; `None` for a transfer of a zone and for what is not one question of class IN.
 pub(crate) fn parse_query(bytes: &[u8]) -> Option<Query> {
     if bytes.len() > MAX_QUERY {
         return None;
@@ -41,6 +44,10 @@ pub(crate) fn parse_query(bytes: &[u8]) -> Option<Query> {
         return None;
     }
     let (rest, question) = DnsQuestion::parse(packet.payload()).ok()?;
+    // Whole zones are for name servers; some give them to every host they trust.
+    if ZONE_TRANSFERS.contains(&u16::from(question.type_)) {
+        return None;
+    }
     let len = packet.payload().len() - rest.len();
     // A question's name has nothing to point to but the header, whose identifier changes on the way:
     // what was decided would not be what is asked.

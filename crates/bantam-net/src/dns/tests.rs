@@ -119,3 +119,12 @@ fn records_that_lie_about_their_length_end_the_answer() {
     looped[at..at + 2].copy_from_slice(&[0xc0, u8::try_from(at).unwrap()]);
     let _ = message::addresses(&looped, &parsed);
 }
+
+#[test]
+fn whole_zones_are_not_asked_for() {
+    for kind in [251, 252] {
+        assert!(parse_query(&query(b"\x01a\0", kind)).is_none());
+    }
+    // ANY is one answer.
+    assert!(parse_query(&query(b"\x01a\0", 255)).is_some());
+}

@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 use bantam_image::Store;
 use bantam_vmm::{ExitCause, Timeline};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::changes::changed_meanwhile;
 use super::dir::{MachineDir, MachineLock};
@@ -25,6 +24,7 @@ use crate::home::variable;
 use crate::host::Host;
 use crate::local::{Boot, Local};
 use crate::machine::Facts;
+use crate::network::raise_descriptor_limit;
 use crate::{Error, Machine, NetworkConfig, disk, host_trust};
 
 /// How many requests are worked on at once; more wait in the socket's queue.
@@ -279,18 +279,6 @@ fn give_up_rights(dir: &MachineDir, request: &StartRequest) -> Result<(), Error>
 
 fn is_unconfined() -> bool {
     variable(UNCONFINED).is_some()
-}
-
-/// Every connection of the guest's takes a descriptor, and the usual limit is for programs that
-/// cannot handle many.
-fn raise_descriptor_limit() {
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit {
-        current: limit.maximum,
-        ..limit
-    };
-    // With the lower limit fewer connections are possible.
-    let _ = setrlimit(Resource::Nofile, raised);
 }
 
 /// Answers requests, each on a thread of its own, until the process ends.
