@@ -60,8 +60,9 @@ pub(super) fn udp(output: &mut Output, from: SocketAddr, to: SocketAddr, data: &
         src_port: from.port(),
         dst_port: to.port(),
     };
-    // The length field has 16 bits.
-    if data.len() > usize::from(u16::MAX) - UDP - IPV4 {
+    // The length fields have 16 bits; IPv6's does not count its header.
+    let header = if from.is_ipv4() { IPV4 } else { 0 };
+    if data.len() > usize::from(u16::MAX) - UDP - header {
         return;
     }
     let mut bytes = vec![0; UDP + data.len()];
