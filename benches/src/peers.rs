@@ -215,6 +215,9 @@ pub(crate) fn smolvm(
         ));
     }
     let temp = tempfile::tempdir().map_err(Error::file("creating", &std::env::temp_dir()))?;
+    // It runs its monitor as a user of its own.
+    fs::set_permissions(temp.path(), Permissions::from_mode(0o755))
+        .map_err(Error::file("opening to others", temp.path()))?;
     let home = temp.path().join("home");
     fs::create_dir(&home).map_err(Error::file("creating", &home))?;
     let script = temp.path().join("smolvm.py");
@@ -226,6 +229,8 @@ pub(crate) fn smolvm(
         .arg(&bench.image)
         .arg(MEMORY_MIB.to_string())
         .env("HOME", &home)
+        // The rig is slow; its own limit is half a minute.
+        .env("SMOLVM_START_TIMEOUT_SECS", "300")
         .env("SMOLVM_BOOT_BINARY", helper(package, temp.path())?)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
