@@ -437,6 +437,12 @@ pub(super) fn bare_acknowledgement(packet: &[u8]) -> Option<Vec<u8>> {
     bare.seq_number += tcp.segment_len();
     bare.control = TcpControl::None;
     bare.payload = &[];
+    // Nobody looks at its options.
+    bare.max_seg_size = None;
+    bare.window_scale = None;
+    bare.sack_permitted = false;
+    bare.sack_ranges = [None; 3];
+    bare.timestamp = None;
     Some(emit(from, to, &bare))
 }
 
