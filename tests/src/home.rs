@@ -1,12 +1,13 @@
 //! A home of its own for the named machines of one test, and the proof that nothing is left.
 
+use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -51,23 +52,32 @@ impl TestHome {
     /// If the directories cannot be made.
     #[must_use]
     pub fn below(test: &str, path: &str) -> Option<Self> {
-        let setup = setup(test)?;
+        Some(Self::with(setup(test)?, path, "tiny"))
+    }
+
+    /// A home for machines of an image of the caller's choice, `setup.image`, of which a store is
+    /// kept under the name `store`.
+    ///
+    /// # Panics
+    /// If it cannot be made.
+    #[must_use]
+    pub fn with(setup: Setup, path: &str, store: &str) -> Self {
         let dir = tempfile::Builder::new()
             .prefix("bantam-e2e-")
             .tempdir()
             .unwrap_or_else(|error| panic!("cannot make a directory: {error}"));
         let home = dir.path().join(path);
-        copy_tree(&store(&setup), &home.join("images"));
+        copy_tree(&filled_store(&setup, store), &home.join("images"));
         fs::create_dir(dir.path().join("tmp"))
             .unwrap_or_else(|error| panic!("cannot make a directory: {error}"));
         let name = dir.path().file_name().unwrap_or_default();
         let mark = format!("bantam_e2e_home={}.", name.to_string_lossy());
-        Some(Self {
+        Self {
             setup,
             home,
             mark,
             dir,
-        })
+        }
     }
 
     /// A home with a running machine of the name [`SHARED`], for all tests of a program that do
@@ -437,13 +447,13 @@ fn sockets(dir: &Path, found: &mut Vec<String>) {
     }
 }
 
-/// A store that has the tests' image and nothing else; made once, kept beside the shared store.
-fn store(setup: &Setup) -> PathBuf {
-    static STORE: OnceLock<PathBuf> = OnceLock::new();
+/// A store that has the set-up's image and nothing else; made once, kept beside the shared store.
+fn filled_store(setup: &Setup, name: &str) -> PathBuf {
+    static STORES: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
     let make = || {
         let shared = std::env::var_os("BANTAM_HOME").map(PathBuf::from);
         let shared = shared.unwrap_or_else(std::env::temp_dir);
-        let at = shared.join("tiny");
+        let at = shared.join(name);
         let name = format!("warm-{}", std::process::id());
         let home = Home::at(&at);
         // Making a machine brings its image into the store.
@@ -456,8 +466,12 @@ fn store(setup: &Setup) -> PathBuf {
         made.unwrap_or_else(|error| panic!("cannot fill the store {}: {error}", at.display()));
         at.join("images")
     };
-    STORE.get_or_init(make).clone()
+    let mut stores = STORES.lock().unwrap_or_else(PoisonError::into_inner);
+    stores.entry(name.to_owned()).or_insert_with(make).clone()
 }
+
+/// Bytes of a file from which on it is not copied if that can be helped.
+const LARGE: u64 = 16 << 20;
 
 /// Copies a store, but for what is unfinished or locked.
 fn copy_tree(from: &Path, to: &Path) {
@@ -468,7 +482,11 @@ fn copy_tree(from: &Path, to: &Path) {
             let entry = entry?;
             let to = to.join(entry.file_name());
             if !entry.file_type()?.is_dir() {
-                fs::copy(entry.path(), to)?;
+                // Images are large, and nobody changes them.
+                let large = entry.metadata()?.len() > LARGE;
+                if !large || fs::hard_link(entry.path(), &to).is_err() {
+                    fs::copy(entry.path(), to)?;
+                }
             } else if !["tmp", "locks", "pins"]
                 .iter()
                 .any(|n| entry.file_name() == *n)

@@ -7,11 +7,15 @@
 //! |---|---|
 //! | `BANTAM_E2E_PROGRAM` | the program under test |
 //! | `BANTAM_E2E_IMAGE` | an archive with bash and busybox |
+//! | `BANTAM_E2E_NETWORK_IMAGE` | an archive with clients of networks: curl, git, dig, Python |
 //! | `BANTAM_E2E_ENGINE` | `emulated` or `native` |
 //! | `BANTAM_GUEST_DIR` | guest kernel and initramfs |
 //! | `BANTAM_HOME` | the image store that the tests share |
 
+mod dns;
 mod home;
+mod netlink;
+mod world;
 
 use std::env;
 use std::ffi::OsStr;
@@ -23,8 +27,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+pub use dns::{Asked, DnsServer, Reply};
 pub use home::{MEMORY_MIB, SHARED, TestHome, eventually};
 use rustix::process::Pid;
+pub use world::{Server, World};
 
 /// Begins the word by which the processes of one run are known.
 const MARK: &str = "bantam_e2e=";

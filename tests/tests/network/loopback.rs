@@ -1,5 +1,4 @@
-//! A machine's network, from both of its ends. Every server is on this host's loopback.
-#![allow(clippy::unwrap_used)] // test helpers, which clippy does not take for tests
+//! What needs no privilege on the host: every server is on its loopback.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
