@@ -399,6 +399,28 @@ pub(super) fn is_reset(packet: &[u8]) -> bool {
     tcp_of(packet).is_some_and(|(_, _, tcp)| tcp.rst())
 }
 
+/// Says in a packet of smoltcp's that it takes a unit of the window less than it does. It rounds its
+/// window down each time anew, so that the end of a full one may go back by less than a unit, behind
+/// what was promised; and what a guest sends beyond it is cut off.
+pub(super) fn narrow_window(packet: &mut [u8], fill_checksum: bool) {
+    let Some((from, to, tcp)) = tcp_of(packet) else {
+        return;
+    };
+    // The window of a SYN has no unit.
+    if tcp.syn() || tcp.window_len() == 0 {
+        return;
+    }
+    let header = packet.len() - tcp.into_inner().len();
+    let Some(segment) = packet.get_mut(header..) else {
+        return;
+    };
+    let mut tcp = TcpPacket::new_unchecked(segment);
+    tcp.set_window_len(tcp.window_len() - 1);
+    if fill_checksum {
+        tcp.fill_checksum(&from.into(), &to.into());
+    }
+}
+
 /// Bytes of data in a packet.
 pub(super) fn data_len(packet: &[u8]) -> usize {
     tcp_of(packet).map_or(0, |(_, _, tcp)| tcp.payload().len())

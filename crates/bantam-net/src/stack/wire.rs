@@ -104,8 +104,10 @@ impl TxToken for Sender<'_> {
         *self.sent += 1;
         *self.longest = len.max(*self.longest);
         let end = self.end;
+        let fill_checksum = !self.output.offloads.checksum;
         self.output.push_tcp(len, self.mss, |packet| {
             let result = f(packet);
+            pump::narrow_window(packet, fill_checksum);
             *end = losses::later(*end, pump::end_of(packet));
             result
         })

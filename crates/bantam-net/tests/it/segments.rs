@@ -33,6 +33,10 @@ struct Receiver {
     acknowledged: TcpSeqNumber,
     /// Segments that came, with data or without.
     segments: usize,
+    /// Window shift of the stack's.
+    shift: u8,
+    /// Up to where the stack has ever said that it takes data.
+    edge: TcpSeqNumber,
     /// What the guest says with each acknowledgement.
     window: usize,
     selective: bool,
@@ -73,7 +77,7 @@ impl Receiver {
         guest.stack.receive(&syn, &FrameInfo::default());
         let (server, _) = listener.accept().unwrap();
         server.set_nonblocking(true).unwrap();
-        let mut first = None;
+        let (mut first, mut shift) = (None, 0);
         while first.is_none() {
             guest.stack.run();
             guest.wait(Duration::from_millis(5));
@@ -83,6 +87,7 @@ impl Receiver {
                 if tcp.syn() {
                     assert_eq!(tcp.selective_ack_permitted().unwrap(), selective);
                     first = Some(tcp.seq_number() + 1);
+                    shift = tcp.options_summary().unwrap().window_scale.unwrap();
                 }
                 true
             });
@@ -97,6 +102,8 @@ impl Receiver {
             later: Vec::new(),
             acknowledged: own + 1,
             segments: 0,
+            shift,
+            edge: own + 1,
             window: WINDOW,
             selective,
         };
@@ -156,11 +163,14 @@ impl Receiver {
             let before = pieces.len();
             let first = self.first;
             let (acknowledged, segments) = (&mut self.acknowledged, &mut self.segments);
+            let (edge, shift) = (&mut self.edge, self.shift);
             while self.guest.stack.take_frame(|bytes, _| {
                 let ip = Ipv4Packet::new_unchecked(&bytes[14..]);
                 let tcp = TcpPacket::new_unchecked(ip.payload());
                 *acknowledged = tcp.ack_number();
                 *segments += 1;
+                let window = usize::from(tcp.window_len()) << shift;
+                *edge = (tcp.ack_number() + window).max(*edge);
                 if !tcp.payload().is_empty() {
                     let start = tcp.seq_number() - first;
                     pieces.push((start, start + tcp.payload().len()));
@@ -358,4 +368,39 @@ fn more_than_two_segments_are_acknowledged_at_once() {
     }
     receiver.turn_at_once();
     assert_eq!(receiver.acknowledged, receiver.own);
+}
+
+#[test]
+fn all_data_that_a_window_promised_to_take_is_taken() {
+    let mut receiver = Receiver::new(true);
+    receiver.server.set_nonblocking(true).unwrap();
+    // A byte is always taken, and its acknowledgement says the window.
+    receiver.send(&[1]);
+    let mut sent = 1;
+    // Until both sockets, the stack's and the server's, are full to the last byte of the window.
+    let mut still = 0;
+    while still < 20 {
+        receiver.turn_at_once();
+        let room = receiver.edge.max(receiver.own) - receiver.own;
+        // No multiple of the window's unit.
+        let data = vec![1; room.min(1001)];
+        if data.is_empty() {
+            still += 1;
+            receiver.guest.wait(Duration::from_millis(5));
+        } else {
+            still = 0;
+            sent += data.len();
+            receiver.send(&data);
+        }
+    }
+    let (mut received, mut buffer) = (0, vec![0; 1 << 16]);
+    let start = Instant::now();
+    while received < sent {
+        match receiver.server.read(&mut buffer) {
+            Ok(len) => received += len,
+            Err(error) => assert_eq!(error.kind(), ErrorKind::WouldBlock),
+        }
+        receiver.turn_at_once();
+        assert!(start.elapsed() < LIMIT, "{received} of {sent} bytes came");
+    }
 }
