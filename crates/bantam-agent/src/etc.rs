@@ -2,16 +2,16 @@
 //! empty, as links to what another system would make, or not at all.
 
 use std::fmt::Write as _;
-use std::fs::{File, Permissions};
+use std::fs::{OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Read};
 use std::net::IpAddr;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use bantam_protocol::{Configure, GuestNetwork};
 
-/// Most bytes read of the image's `/etc/hosts`.
-const MAX_HOSTS_LEN: u64 = 1 << 20;
+/// Most bytes read of a file of the image's.
+const MAX_LEN: u64 = 1 << 20;
 
 const MACHINE_ID: &str = "/etc/machine-id";
 
@@ -22,7 +22,8 @@ const OURS: &str = "# bantam";
 /// gives what failed.
 pub(crate) fn configure(configure: &Configure) -> Vec<(&'static str, io::Error)> {
     let hostname = configure.hostname.as_str();
-    let current = read_hosts();
+    let current = read(Path::new("/etc/hosts")).unwrap_or_default();
+    let current = String::from_utf8_lossy(&current).into_owned();
     let names = configure
         .network
         .as_ref()
@@ -47,12 +48,19 @@ pub(crate) fn configure(configure: &Configure) -> Vec<(&'static str, io::Error)>
         .collect()
 }
 
-fn read_hosts() -> String {
-    let mut bytes = Vec::new();
-    if let Ok(file) = File::open("/etc/hosts") {
-        let _ = file.take(MAX_HOSTS_LEN).read_to_end(&mut bytes);
+/// What is in a file, up to [`MAX_LEN`]. There may be anything in its place: opening a pipe must not
+/// wait for its other end, and a device may have no end.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(ErrorKind::InvalidInput.into());
     }
-    String::from_utf8_lossy(&bytes).into_owned()
+    let mut bytes = Vec::new();
+    file.take(MAX_LEN).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// `current` with lines for `localhost` and `hostname`, if they do not resolve, and with `names`
@@ -89,7 +97,7 @@ fn hosts_with(current: &str, hostname: &str, names: &[(IpAddr, String)]) -> Stri
 /// Gives the machine an identity of its own, unless it has one already: its disk may keep it.
 fn provide_machine_id(path: &Path) -> io::Result<()> {
     // What images ship for first boots: nothing, an empty file, or this word.
-    match std::fs::read(path) {
+    match read(path) {
         Ok(id) if !matches!(id.trim_ascii(), b"" | b"uninitialized") => return Ok(()),
         _ => {}
     }
@@ -119,11 +127,11 @@ fn resolv_conf(network: &GuestNetwork) -> String {
 
 /// Makes `path` a file with `content` that everybody may read. A link is replaced, not followed:
 /// where it leads, if anywhere, is somebody else's. So is an empty directory, which is what is left
-/// where something was mounted when the image was made.
+/// where something was mounted when the image was made, and whatever else is no file.
 fn provide(path: &Path, content: &str) -> io::Result<()> {
     match std::fs::symlink_metadata(path) {
-        Ok(there) if there.is_symlink() => std::fs::remove_file(path)?,
         Ok(there) if there.is_dir() => std::fs::remove_dir(path)?,
+        Ok(there) if !there.is_file() => std::fs::remove_file(path)?,
         _ => {}
     }
     let written = match std::fs::write(path, content) {
@@ -226,5 +234,29 @@ mod tests {
         std::fs::remove_file(&file).unwrap();
         std::fs::create_dir(&file).unwrap();
         check();
+        // A pipe that nobody reads, and a socket.
+        std::fs::remove_file(&file).unwrap();
+        let mode = rustix::fs::Mode::from_raw_mode(0o644);
+        rustix::fs::mknodat(rustix::fs::CWD, &file, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        assert!(read(&file).is_err());
+        check();
+        std::fs::remove_file(&file).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(&file).unwrap();
+        check();
+    }
+
+    #[test]
+    fn a_file_without_end_is_not_read_to_its_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("machine-id");
+        std::fs::File::create(&file)
+            .unwrap()
+            .set_len(1 << 40)
+            .unwrap();
+        assert_eq!(read(&file).unwrap().len() as u64, MAX_LEN);
+        assert!(read(Path::new("/dev/zero")).is_err());
+        // It is some identity, and the image's own.
+        provide_machine_id(&file).unwrap();
+        assert_eq!(std::fs::metadata(&file).unwrap().len(), 1 << 40);
     }
 }

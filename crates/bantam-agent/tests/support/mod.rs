@@ -243,6 +243,8 @@ impl Stream {
                 other => panic!("unexpected {other:?}"),
             }
         };
+        // The agent leaves it to the host to close first, for a while.
+        let _ = self.socket.shutdown(std::net::Shutdown::Write);
         assert_eq!(self.receive(), None, "something follows the last message");
         Output {
             stdout,
