@@ -231,7 +231,7 @@ const ENTRIES: &[Entry] = &[
     entry("peer-qemu-microvm", On::Both, |c, r| {
         peers::microvm(c.bench, c.runs, r, c.progress)
     }),
-    entry("peer-smolvm", On::Native, |c, r| {
+    entry("peer-smolvm", On::Asked, |c, r| {
         peers::smolvm(c.bench, c.smolvm, c.counted, r, c.progress)
     }),
     entry("exec", On::Both, |c, r| {

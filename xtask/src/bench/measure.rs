@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::results::{Part, Place, Report, Results, Run, SCHEMA};
+use super::results::{Part, Place, Report, Results, Run, SCHEMA, Skipped};
 use super::{Engine, peers};
 use crate::demo;
 use crate::error::{Error, Result};
@@ -54,10 +54,21 @@ pub(super) fn all(request: &Request, progress: &Progress) -> Result<Results> {
         if !request.has(engine) {
             continue;
         }
-        parts.push(match engine {
-            Engine::Native if !what.works_here(engine)? => what.in_rig(request, progress)?,
-            _ => what.here(engine, request)?,
-        });
+        let in_rig = engine == Engine::Native && !what.works_here(engine)?;
+        let measure = |request: &Request| match in_rig {
+            true => what.in_rig(request, progress),
+            false => what.here(engine, request),
+        };
+        parts.push(measure(request)?);
+        if engine == Engine::Native && request.peers {
+            // By itself: a foreign program that hangs must not take our numbers with it.
+            let alone = Request {
+                engines: vec![engine],
+                filters: vec![SMOLVM.to_owned()],
+                ..*request
+            };
+            parts.push(measure(&alone).unwrap_or_else(|error| skipped(in_rig, &error)));
+        }
     }
     let wants_sizes = |filter: &String| "sizes".contains(filter.as_str());
     let sizes = match request.filters.is_empty() || request.filters.iter().any(wants_sizes) {
@@ -70,6 +81,23 @@ pub(super) fn all(request: &Request, progress: &Progress) -> Result<Results> {
         sizes,
         parts,
     })
+}
+
+/// The entry that measures smolvm.
+const SMOLVM: &str = "peer-smolvm";
+
+/// What is known of a peer whose measuring failed.
+fn skipped(in_rig: bool, error: &Error) -> Part {
+    Part {
+        place: if in_rig { Place::Rig } else { Place::Host },
+        report: Report {
+            skipped: vec![Skipped {
+                name: SMOLVM.to_owned(),
+                reason: error.to_string(),
+            }],
+            ..Report::default()
+        },
+    }
 }
 
 /// Prints the names of what can be measured.
