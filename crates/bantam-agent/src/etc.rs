@@ -9,6 +9,7 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use bantam_protocol::{Configure, GuestNetwork};
+use nix::fcntl::OFlag;
 
 /// Most bytes read of a file of the image's.
 const MAX_LEN: u64 = 1 << 20;
@@ -53,7 +54,7 @@ pub(crate) fn configure(configure: &Configure) -> Vec<(&'static str, io::Error)>
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new()
         .read(true)
-        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .custom_flags((OFlag::O_NONBLOCK | OFlag::O_NOCTTY).bits())
         .open(path)?;
     if !file.metadata()?.is_file() {
         return Err(ErrorKind::InvalidInput.into());
@@ -236,8 +237,7 @@ mod tests {
         check();
         // A pipe that nobody reads, and a socket.
         std::fs::remove_file(&file).unwrap();
-        let mode = rustix::fs::Mode::from_raw_mode(0o644);
-        rustix::fs::mknodat(rustix::fs::CWD, &file, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        nix::unistd::mkfifo(&file, nix::sys::stat::Mode::S_IRWXU).unwrap();
         assert!(read(&file).is_err());
         check();
         std::fs::remove_file(&file).unwrap();
