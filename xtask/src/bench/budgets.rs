@@ -123,7 +123,7 @@ impl Budget {
     /// The line for the one who reads why a test failed.
     fn exceeded(&self, found: &Measurement, grown: &[String]) -> String {
         let mut text = format!(
-            "{} ({}): {} {}, which is {} more than when the budget of {} was set\n",
+            "{} ({}): {} {}, {} more than when its budget was set; at most {} is allowed\n",
             self.name,
             self.engine,
             number(found.min),
