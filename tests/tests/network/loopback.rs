@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use bantam::{EngineChoice, Machine, MachineBuilder, NetworkConfig, Policy, Protocol};
 use bantam_e2e::{Setup, setup};
 
+use crate::{run, succeed};
+
 /// Bytes of the file that the HTTP server has: several windows of any connection.
 const FILE: usize = 3 << 20;
 
@@ -21,25 +23,6 @@ fn builder(setup: &Setup) -> MachineBuilder {
 
 fn start(setup: &Setup, network: NetworkConfig) -> Machine {
     builder(setup).network(network).start().unwrap()
-}
-
-/// Runs a script; its output, and what it said on standard error.
-fn run(machine: &Machine, script: &str) -> (i32, String) {
-    let out = machine
-        .exec(["bash", "-c", script])
-        .timeout(Duration::from_secs(100))
-        .output()
-        .unwrap();
-    let text = [out.stdout, out.stderr].concat();
-    let text = String::from_utf8_lossy(&text).into_owned();
-    (out.status.exit_code().into(), text)
-}
-
-#[track_caller]
-fn succeed(machine: &Machine, script: &str) -> String {
-    let (code, text) = run(machine, script);
-    assert_eq!(code, 0, "{script}: {text}");
-    text
 }
 
 fn file() -> Vec<u8> {
