@@ -123,9 +123,11 @@ impl Slot {
 /// Bytes of each buffer of a connection that opens beside `others`.
 fn buffer_size(others: usize) -> usize {
     let part = SHARED / (others + 1);
-    // A power of two, so that spares fit.
+    // A power of two, so that spares fit, less one: the window of our SYN-ACK, which has no unit, smoltcp
+    // takes for one in units when it looks at what comes. With this size the unit is such that even so
+    // it does not reach beyond the buffer.
     let part = 1 << part.max(1).ilog2();
-    part.clamp(SMALLEST_BUFFER, LARGEST_BUFFER)
+    part.clamp(SMALLEST_BUFFER, LARGEST_BUFFER) - 1
 }
 
 impl Flow {

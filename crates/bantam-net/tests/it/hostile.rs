@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use bantam_net::{Checksum, Config, FrameInfo, Limits, Offloads, Policy, Segmentation};
 use smoltcp::socket::tcp::State;
-use smoltcp::wire::{Ipv4Packet, TcpControl, TcpRepr, TcpSeqNumber, TcpTimestampRepr};
+use smoltcp::wire::{Ipv4Packet, TcpControl, TcpPacket, TcpRepr, TcpSeqNumber, TcpTimestampRepr};
 
 use crate::guest::{Guest, frame, granted};
 
@@ -314,6 +314,50 @@ fn a_connection_to_the_name_service_takes_no_more_than_its_limits() {
     }
     guest.tcp(socket).close();
     assert_eq!(guest.receive_all(socket).unwrap(), b"");
+}
+
+#[test]
+fn data_beyond_the_largest_window_is_not_taken_before_the_first_acknowledgement() {
+    // The window of our SYN-ACK is not in units, those of later segments are.
+    let mut guest = Guest::new(Policy::off());
+    let syn = segment(&guest, 1, 53, TcpControl::Syn, 0, None);
+    guest.stack.receive(&syn, &plain());
+    guest.stack.run();
+    let mut ours = None;
+    guest.stack.take_frame(|bytes, _| {
+        let tcp = TcpPacket::new_checked(&bytes[34..]).unwrap();
+        assert!(tcp.syn() && tcp.ack());
+        ours = Some(tcp.seq_number() + 1);
+        true
+    });
+    let data = [0; 1400];
+    let send = |guest: &mut Guest, offset: usize| {
+        let tcp = TcpRepr {
+            src_port: 1,
+            dst_port: 53,
+            control: TcpControl::None,
+            seq_number: TcpSeqNumber(1) + offset,
+            ack_number: ours,
+            window_len: 65_535,
+            window_scale: None,
+            max_seg_size: None,
+            sack_permitted: false,
+            sack_ranges: [None; 3],
+            timestamp: None,
+            payload: &data,
+        };
+        guest
+            .stack
+            .receive(&frame(&guest.addresses, &tcp), &plain());
+    };
+    for offset in [1 << 20, 3 << 19, (2 << 20) - 2000] {
+        send(&mut guest, offset);
+    }
+    // Nor does all of it in order, without a turn in between.
+    for part in 0..(3 << 20) / data.len() {
+        send(&mut guest, part * data.len());
+    }
+    guest.stack.run();
 }
 
 #[test]

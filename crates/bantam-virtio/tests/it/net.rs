@@ -83,8 +83,14 @@ fn the_driver_is_told_of_frames_that_are_gone_though_nothing_follows() {
         let bytes = [&[0; 12][..], &frame(60, 3)].concat();
         let addr = guest.place(&bytes);
         guest.submit(1, &[Buffer::readable(addr, bytes.len() as u32)]);
-        assert!(guest.wait_interrupt(1, Instant::now() + PATIENCE));
-        assert!(guest.has_used(1));
+        // An interrupt may be about something else, as for a driver that has just started.
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            assert!(guest.wait_interrupt(1, deadline));
+            if guest.has_used(1) {
+                break;
+            }
+        }
     }
 }
 
