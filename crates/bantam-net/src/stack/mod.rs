@@ -224,9 +224,9 @@ impl Stack {
             .datagrams
             .resume(self.poll.registry(), &mut self.output, &self.addresses, now);
         for index in 0..self.listeners.len() {
-            if self.listeners[index].waiting && self.tcp.flows.len() < self.limits.tcp_flows {
+            if self.listeners[index].waiting && self.room_inward() > 0 {
                 self.accept(index, now);
-                more |= self.listeners[index].waiting;
+                more |= self.listeners[index].waiting && self.room_inward() > 0;
             }
         }
         self.sweep(now);
@@ -353,14 +353,13 @@ impl Stack {
     /// Takes connections to a port of the host. While there are too many flows, they wait in the
     /// host's queue.
     fn accept(&mut self, index: usize, now: Instant) {
-        // Strangers do not take all that the guest may have.
-        let room = (self.limits.tcp_flows / 4 * 3).saturating_sub(self.tcp.inward());
+        let room = self.room_inward();
         for done in 0..ACCEPTS {
             let Some(listener) = self.listeners.get_mut(index) else {
                 return;
             };
             listener.waiting = true;
-            if done >= room || self.tcp.flows.len() >= self.limits.tcp_flows {
+            if done >= room {
                 return;
             }
             match listener.socket.accept() {
@@ -384,6 +383,14 @@ impl Stack {
                 }
             }
         }
+    }
+
+    /// How many connections from outside may be taken: strangers do not get all that the guest may
+    /// have.
+    fn room_inward(&self) -> usize {
+        let room = |limit: usize, used: usize| limit.saturating_sub(used);
+        let all = room(self.limits.tcp_flows, self.tcp.flows.len());
+        all.min(room(self.limits.tcp_flows / 4 * 3, self.tcp.inward()))
     }
 
     fn open_inward(

@@ -233,3 +233,41 @@ fn strangers_at_ports_leave_the_guest_its_share() {
     assert_eq!(data, b"still there");
     assert!(guest.network.stats().datagram_flows <= 8);
 }
+
+#[test]
+fn connections_that_wait_at_a_full_port_let_the_stack_rest_and_the_guest_connect() {
+    let mut config = forward(Protocol::Tcp, loopback());
+    config.policy = granted();
+    config.limits = Limits {
+        tcp_flows: 8,
+        ..Limits::default()
+    };
+    let mut guest = Guest::with(&config, Offloads::default());
+    let to = guest.network.host_port(8080).unwrap();
+    let servers: Vec<_> = (0..20).map(|_| listen(&mut guest)).collect();
+    let strangers: Vec<_> = (0..20).map(|_| TcpStream::connect(to).unwrap()).collect();
+    guest.until("connections and rest", |guest| {
+        let taken = guest.network.stats().tcp_flows;
+        assert!(taken <= 6, "{taken} of 8");
+        (taken == 6 && guest.step() > Duration::ZERO).then_some(())
+    });
+    let server = TcpListener::bind(loopback()).unwrap();
+    let own = guest.host(server.local_addr().unwrap().port());
+    let own = guest.connect(own);
+    guest.until("the guest's own", |guest| {
+        guest.connected(own).then_some(())
+    });
+    // Room for the next.
+    drop(strangers);
+    guest.until("the others", |guest| {
+        for &server in &servers {
+            let socket = guest.tcp(server);
+            if socket.state() == tcp::State::CloseWait {
+                socket.close();
+            }
+        }
+        let open = servers.iter();
+        let open = open.filter(|server| guest.tcp(**server).state() == tcp::State::Listen);
+        (open.count() == 0).then_some(())
+    });
+}
