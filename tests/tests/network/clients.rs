@@ -20,12 +20,14 @@ head -c 5000000 /dev/urandom >large
 sha256sum large >large.sha256
 python3 - <<'END'
 import zipfile
+# Not dated now: a host without a clock of its own is in 1970, of which this format knows nothing.
+entry = zipfile.ZipInfo
 with zipfile.ZipFile('/tmp/www/simple/hello/hello-1.0-py3-none-any.whl', 'w') as z:
-    z.writestr('hello.py', 'print("hello from the index")\n')
+    z.writestr(entry('hello.py'), 'print("hello from the index")\n')
     info = 'hello-1.0.dist-info/'
-    z.writestr(info + 'METADATA', 'Metadata-Version: 2.1\nName: hello\nVersion: 1.0\n')
-    z.writestr(info + 'WHEEL', 'Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
-    z.writestr(info + 'RECORD', 'hello.py,,\n')
+    z.writestr(entry(info + 'METADATA'), 'Metadata-Version: 2.1\nName: hello\nVersion: 1.0\n')
+    z.writestr(entry(info + 'WHEEL'), 'Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
+    z.writestr(entry(info + 'RECORD'), 'hello.py,,\n')
 END
 export HOME=/tmp GIT_CONFIG_NOSYSTEM=1 GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a@b GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a@b
 git init -q -b main /tmp/git/work
