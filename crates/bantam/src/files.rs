@@ -299,7 +299,14 @@ mod tests {
     use crate::copy;
     use crate::transfer::Limits;
 
-    struct Fake(Mutex<Option<UnixStream>>);
+    /// The host's end of a stream, and how long is waited for the other.
+    struct Fake(Mutex<Option<UnixStream>>, Limits);
+
+    /// Longer than a busy host holds up a thread.
+    const PATIENT: Limits = Limits {
+        answer: Duration::from_secs(60),
+        stall: Duration::from_secs(60),
+    };
 
     impl Guest for Fake {
         fn connect(&self) -> Result<UnixStream, Error> {
@@ -311,22 +318,27 @@ mod tests {
         }
 
         fn limits(&self) -> Limits {
-            Limits {
-                answer: Duration::from_millis(20),
-                stall: Duration::from_millis(40),
-            }
+            self.1
         }
     }
 
     /// A guest, and its end of the stream. It says nothing.
     fn silent() -> (Fake, UnixStream) {
+        let soon = Limits {
+            answer: Duration::from_millis(20),
+            stall: Duration::from_millis(40),
+        };
+        guest(soon)
+    }
+
+    fn guest(limits: Limits) -> (Fake, UnixStream) {
         let (host, agent) = UnixStream::pair().unwrap();
-        (Fake(Mutex::new(Some(host))), agent)
+        (Fake(Mutex::new(Some(host)), limits), agent)
     }
 
     /// What is made of a guest's answer, which is `entries` and the end.
     fn asked(entries: impl IntoIterator<Item = Vec<u8>> + Send + 'static) -> Result<usize, Error> {
-        let (host, mut agent) = UnixStream::pair().unwrap();
+        let (guest, mut agent) = guest(PATIENT);
         let player = thread::spawn(move || {
             let mut buffer = Vec::new();
             read_frame(&mut agent, &mut buffer).unwrap().unwrap();
@@ -351,7 +363,6 @@ mod tests {
         let request = FileRequest::List {
             path: b"/".to_vec(),
         };
-        let guest = Fake(Mutex::new(Some(host)));
         let result = ask(&guest, request, Path::new("/"));
         player.join().unwrap();
         result.map(|entries| entries.len())
@@ -457,7 +468,7 @@ mod tests {
 
     #[test]
     fn a_file_without_end_is_hung_up_on_at_the_limit() {
-        let (guest, mut agent) = silent();
+        let (guest, mut agent) = guest(PATIENT);
         let player = thread::spawn(move || {
             let opened = GuestExec::FileOpened(Opened {
                 size: u64::MAX,
@@ -484,7 +495,7 @@ mod tests {
 
     #[test]
     fn a_file_of_just_the_limit_is_read() {
-        let (guest, mut agent) = silent();
+        let (guest, mut agent) = guest(PATIENT);
         let opened = GuestExec::FileOpened(Opened { size: 3, mode: 0 });
         agent.write_all(&opened.encode().unwrap()).unwrap();
         write_frame(&mut agent, Kind::Stdout, b"abc").unwrap();
