@@ -125,9 +125,9 @@ fn rings_may_be_enabled_before_the_features_are_known() {
     front_end.set_protocol_features(protocol).unwrap();
     for ring in [0, 1] {
         // SET_VRING_ENABLE, version 1, 8 bytes: the ring, 1.
-        for word in [18_u32, 1, 8, ring, 1] {
-            raw.write_all(&word.to_le_bytes()).unwrap();
-        }
+        // In one piece: the other end takes what there is for a message.
+        let message = [18_u32, 1, 8, ring, 1].map(u32::to_le_bytes).concat();
+        raw.write_all(&message).unwrap();
     }
     front_end.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
     let (kicks, calls) = ([event(), event()], [event(), event()]);
