@@ -95,18 +95,21 @@ pub(super) fn probe() -> Confinement {
         .and_then(Ruleset::create);
     Confinement {
         files: files.is_ok(),
-        system_calls: Path::new("/proc/sys/kernel/seccomp/actions_avail").exists(),
+        system_calls: can_filter(),
     }
+}
+
+fn can_filter() -> bool {
+    Path::new("/proc/sys/kernel/seccomp/actions_avail").exists()
 }
 
 /// Confines the calling thread, and every thread and process that it starts from here on. A kernel
 /// that cannot do a part of it leaves that part out, and the result says so.
 pub(crate) fn confine(grants: &[Grant]) -> io::Result<Confinement> {
     let files = restrict_files(grants).map_err(io::Error::other)?;
-    let filter = filter_of(&NEVER)?;
-    let system_calls = probe().system_calls;
+    let system_calls = can_filter();
     if system_calls {
-        seccompiler::apply_filter(&filter).map_err(io::Error::other)?;
+        seccompiler::apply_filter(&filter_of(&NEVER)?).map_err(io::Error::other)?;
     }
     Ok(Confinement {
         files,
@@ -116,7 +119,7 @@ pub(crate) fn confine(grants: &[Grant]) -> io::Result<Confinement> {
 
 /// Refuses to start programs from here on, in all threads.
 pub(crate) fn start_no_more_programs() -> io::Result<()> {
-    if !probe().system_calls {
+    if !can_filter() {
         return Ok(());
     }
     seccompiler::apply_filter_all_threads(&filter_of(&PROGRAMS)?).map_err(io::Error::other)
