@@ -223,37 +223,36 @@ impl Watch {
 fn qemu(args: &RigArgs, kernel: &Path, initramfs: &Path, console: &Path) -> Command {
     // setpriv: whatever ends this process ends QEMU too.
     let mut qemu = Command::new("setpriv");
-    qemu.args(["--pdeathsig", "KILL", "qemu-system-x86_64"])
-        .args([
-            "-M",
-            "microvm,x-option-roms=off,rtc=off,isa-serial=on,acpi=off,pit=on,pic=on",
-        ])
-        .args(["-accel", "tcg,thread=single", "-cpu", "max,-erms,-fsrm"])
-        .args(["-smp", &args.cpus.to_string(), "-m", &args.mem.to_string()])
-        .args([
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-no-reboot",
-        ])
+    qemu.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]);
+    outer_machine(&mut qemu, kernel, initramfs, 2_445_400);
+    qemu.args(["-smp", &args.cpus.to_string(), "-m", &args.mem.to_string()])
         .arg("-serial")
         .arg(joined("file:", console))
-        .arg("-kernel")
-        .arg(kernel)
-        .arg("-initrd")
-        .arg(initramfs)
-        .arg("-append")
-        .arg(
-            "console=ttyS0 quiet reboot=t panic=-1 mitigations=off rootfstype=tmpfs \
-             tsc_early_khz=2445400",
-        )
-        .args(["-device", "virtio-rng-device"])
         .args(["-device", "virtio-serial-device,id=ports"])
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::piped());
     qemu
+}
+
+/// What every outer machine is, for QEMU. `tsc_khz` is what its processors' TSC counts, or else its
+/// kernel measures that wrongly.
+pub(crate) fn outer_machine(qemu: &mut Command, kernel: &Path, initramfs: &Path, tsc_khz: u32) {
+    qemu.args([
+        "-M",
+        "microvm,x-option-roms=off,rtc=off,isa-serial=on,acpi=off,pit=on,pic=on",
+    ])
+    .args(["-accel", "tcg,thread=single", "-cpu", "max,-erms,-fsrm"])
+    .args(["-nodefaults", "-no-user-config", "-display", "none"])
+    .args(["-no-reboot", "-device", "virtio-rng-device", "-kernel"])
+    .arg(kernel)
+    .arg("-initrd")
+    .arg(initramfs)
+    .arg("-append")
+    .arg(format!(
+        "console=ttyS0 quiet reboot=t panic=-1 mitigations=off rootfstype=tmpfs \
+         tsc_early_khz={tsc_khz}"
+    ));
 }
 
 fn joined(prefix: &str, path: &Path) -> OsString {

@@ -182,25 +182,10 @@ fn qemu(kernel: &Path, initramfs: &Path, seconds: u32) -> Command {
     let mut qemu = Command::new("timeout");
     qemu.arg(seconds.to_string())
         .args(["setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64"])
-        .args([
-            "-M",
-            "microvm,x-option-roms=off,rtc=off,isa-serial=on,acpi=off,pit=on,pic=on",
-        ])
-        .args(["-accel", "tcg,thread=single", "-cpu", "max,-erms,-fsrm"])
         .args(["-icount", "shift=0,sleep=off", "-smp", "1", "-m", "2048"])
-        .args(["-nodefaults", "-no-user-config", "-display", "none"])
-        .args(["-no-reboot", "-serial", "stdio", "-kernel"])
-        .arg(kernel)
-        .arg("-initrd")
-        .arg(initramfs)
-        .arg("-append")
-        // Under -icount the TSC counts nanoseconds.
-        .arg(
-            "console=ttyS0 quiet reboot=t panic=-1 mitigations=off rootfstype=tmpfs \
-             tsc_early_khz=1000000",
-        )
-        .args(["-device", "virtio-rng-device"])
-        .stdin(Stdio::null())
-        .stderr(Stdio::inherit());
+        .args(["-serial", "stdio"]);
+    // Under -icount the TSC counts nanoseconds.
+    rig::outer_machine(&mut qemu, kernel, initramfs, 1_000_000);
+    qemu.stdin(Stdio::null()).stderr(Stdio::inherit());
     qemu
 }
