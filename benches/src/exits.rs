@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use tracing::Event;
 use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Metadata, Subscriber};
 
-/// The field of the log line, and the crate that writes it.
+use crate::events::Listen;
+
+/// The field of the log line.
 const FIELD: &str = "exits";
-const TARGET: &str = "bantam_vmm::native";
 
 /// Exits by kind, summed over all vCPUs that ended since the last look.
 #[derive(Clone, Default)]
@@ -35,23 +35,12 @@ impl ExitLog {
     }
 }
 
-impl Subscriber for ExitLog {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.is_event() && metadata.target().starts_with(TARGET)
-    }
+impl Listen for ExitLog {
+    const TARGET: &'static str = "bantam_vmm::native";
 
-    fn event(&self, event: &Event<'_>) {
+    fn hear(&self, event: &Event<'_>) {
         event.record(&mut FieldReader(self));
     }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-    fn enter(&self, _: &Id) {}
-    fn exit(&self, _: &Id) {}
 }
 
 struct FieldReader<'a>(&'a ExitLog);
@@ -67,12 +56,13 @@ impl Visit for FieldReader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::Listening;
 
     #[test]
     fn the_counts_of_several_vcpus_are_added_up() {
         let log = ExitLog::default();
         let counts = |port_in: u64| format!("ExitCounts {{ port_in: {port_in}, halt: 0 }}");
-        tracing::subscriber::with_default(log.clone(), || {
+        tracing::subscriber::with_default(Listening(log.clone()), || {
             for port_in in [3, 4] {
                 let exits = counts(port_in);
                 tracing::debug!(target: "bantam_vmm::native::vcpu", exits = %exits, "ended");

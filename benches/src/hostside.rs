@@ -14,10 +14,10 @@ use std::time::Duration;
 
 use bantam::{EngineChoice, EngineKind, ImageSource, Machine};
 use serde::{Deserialize, Serialize};
+use tracing::Event;
 use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Metadata, Subscriber};
 
+use crate::events::{Listen, Listening};
 use crate::program::{self, Bench, MEMORY_MIB};
 use crate::report::{Measurement, Report};
 use crate::{Error, Progress};
@@ -56,7 +56,7 @@ pub(crate) fn child() -> Option<ExitCode> {
 fn once(image: &str) -> Result<(), Error> {
     let log = StepLog::default();
     // Nothing else in this process sets one.
-    let _ = tracing::subscriber::set_global_default(log.clone());
+    let _ = tracing::subscriber::set_global_default(Listening(log.clone()));
     let mut all = Vec::new();
     for _ in 0..STARTS {
         log.take();
@@ -199,12 +199,10 @@ impl StepLog {
     }
 }
 
-impl Subscriber for StepLog {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.is_event() && metadata.target() == "bantam_vmm::timeline"
-    }
+impl Listen for StepLog {
+    const TARGET: &'static str = "bantam_vmm::timeline";
 
-    fn event(&self, event: &Event<'_>) {
+    fn hear(&self, event: &Event<'_>) {
         let mut step = Step::default();
         event.record(&mut step);
         if let Some(name) = step.name {
@@ -212,15 +210,6 @@ impl Subscriber for StepLog {
             steps.entry(name).or_insert(step.cpu_us);
         }
     }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-    fn enter(&self, _: &Id) {}
-    fn exit(&self, _: &Id) {}
 }
 
 #[derive(Default)]

@@ -6,6 +6,7 @@
 
 mod boot;
 mod counts;
+mod events;
 mod exits;
 mod facts;
 mod hostside;
@@ -27,6 +28,7 @@ use std::process::{Command, ExitCode};
 use bantam::{Availability, EngineKind, ImageSource, probe_engines};
 use clap::{Parser, ValueEnum};
 
+use crate::events::Listening;
 use crate::exits::ExitLog;
 use crate::facts::Facts;
 use crate::program::Bench;
@@ -291,7 +293,7 @@ fn measure(args: Args, engine: EngineKind) -> Report {
     let runs = args.runs.max(1);
     let exits = ExitLog::default();
     // Nothing else in this program sets one.
-    let _ = tracing::subscriber::set_global_default(exits.clone());
+    let _ = tracing::subscriber::set_global_default(Listening(exits.clone()));
     let context = Context {
         bench: &bench,
         runs,
