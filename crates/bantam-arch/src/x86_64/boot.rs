@@ -11,7 +11,7 @@ use linux_loader::start_info::{
 };
 use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
-use super::kernel::{LoadedKernel, MapFile, Protocol, place_file};
+use super::kernel::{LoadedKernel, Protocol, copy_file};
 use super::layout::{
     CMDLINE, CMDLINE_MAX, GDT, HIGH_MEMORY, LOW_MEMORY_END, PAGE, PAGE_TABLES, START_INFO,
     ZERO_PAGE,
@@ -43,6 +43,8 @@ pub struct Boot<'a> {
     pub initrd: Option<Initrd>,
     /// Number of vCPUs, at most [`MAX_VCPUS`](super::layout::MAX_VCPUS).
     pub vcpus: u32,
+    /// Number of virtio-mmio devices, in the first slots of the layout.
+    pub devices: u32,
 }
 
 /// Where and how the boot processor starts; what [`configure_vcpu`](super::configure_vcpu) needs.
@@ -56,18 +58,13 @@ pub struct Entry {
     pub boot_data: u64,
 }
 
-/// Puts an initial ramdisk, the whole of `file`, to the end of RAM: whole pages by `mapper` where it
-/// can, the rest copied.
+/// Copies an initial ramdisk, the whole of `file`, to the end of RAM. To map it would save nothing: the
+/// guest reads all of it once, and each page would be an exit.
 ///
 /// # Errors
 ///
 /// If it does not fit between the kernel and the end of the RAM below 2 GiB, or cannot be read.
-pub fn load_initrd(
-    ram: &GuestRam,
-    kernel: &LoadedKernel,
-    file: &mut File,
-    mapper: &dyn MapFile,
-) -> Result<Initrd> {
+pub fn load_initrd(ram: &GuestRam, kernel: &LoadedKernel, file: &mut File) -> Result<Initrd> {
     let len = file.metadata().map_err(ArchError::Initrd)?.len();
     let room = ram.find_region(HIGH_MEMORY).map_or(0, |region| {
         region
@@ -86,7 +83,7 @@ pub fn load_initrd(
         .filter(|&addr| addr >= kernel.end.0)
         .ok_or_else(|| no_room(kernel.end.0))?;
     let bytes = usize::try_from(len).map_err(|_| no_room(addr))?;
-    place_file(ram, file, 0, GuestAddress(addr), bytes, mapper).map_err(ArchError::Initrd)?;
+    copy_file(ram, file, 0, GuestAddress(addr), bytes).map_err(ArchError::Initrd)?;
     Ok(Initrd {
         addr: GuestAddress(addr),
         len,
@@ -101,7 +98,7 @@ pub fn load_initrd(
 /// too small.
 pub fn prepare(ram: &GuestRam, boot: &Boot<'_>) -> Result<Entry> {
     write_cmdline(ram, boot.cmdline)?;
-    mptable::write(ram, boot.vcpus)?;
+    mptable::write(ram, boot.vcpus, boot.devices)?;
     let protocol = boot.kernel.protocol;
     put(
         ram,

@@ -3,7 +3,7 @@
 
 use vm_memory::{Bytes, GuestAddress};
 
-use super::layout::{IOAPIC, LAPIC, LAST_GSI, MAX_VCPUS, MP_TABLE};
+use super::layout::{IOAPIC, LAPIC, MAX_VCPUS, MMIO_FIRST_GSI, MMIO_SLOTS, MP_TABLE};
 use crate::{ArchError, GuestRam, Result};
 
 const SPEC_1_4: u8 = 4;
@@ -30,9 +30,10 @@ mod interrupt {
     pub(super) const EXT_INT: u8 = 3;
 }
 
-/// Writes the floating pointer and the table for `vcpus` CPUs to [`MP_TABLE`].
-pub(super) fn write(ram: &GuestRam, vcpus: u32) -> Result<()> {
-    let bytes = build(vcpus, MP_TABLE)?;
+/// Writes the floating pointer and the table for `vcpus` CPUs and `devices` virtio-mmio devices to
+/// [`MP_TABLE`].
+pub(super) fn write(ram: &GuestRam, vcpus: u32, devices: u32) -> Result<()> {
+    let bytes = build(vcpus, devices, MP_TABLE)?;
     ram.write_slice(&bytes, MP_TABLE)
         .map_err(|_| ArchError::Memory {
             what: "the MP table",
@@ -42,7 +43,7 @@ pub(super) fn write(ram: &GuestRam, vcpus: u32) -> Result<()> {
 }
 
 /// The floating pointer followed by the table, to be placed at `at`.
-fn build(vcpus: u32, at: GuestAddress) -> Result<Vec<u8>> {
+fn build(vcpus: u32, devices: u32, at: GuestAddress) -> Result<Vec<u8>> {
     let too_many = || ArchError::Limit {
         what: "the number of vCPUs",
         value: vcpus.into(),
@@ -69,8 +70,9 @@ fn build(vcpus: u32, at: GuestAddress) -> Result<Vec<u8>> {
     put_address(&mut ioapic, IOAPIC);
     add(&ioapic);
     // Every pin is an ISA interrupt of the same number: edge-triggered, active high, which is what
-    // an irqfd delivers. Flags 0 mean "as the bus has it".
-    for pin in 0..=LAST_GSI {
+    // an irqfd delivers. Flags 0 mean "as the bus has it". Pins without a device are left out: the
+    // kernel sets up each that it is told of, with eight exits.
+    for pin in 0..MMIO_FIRST_GSI + devices.min(MMIO_SLOTS) {
         // At most 23.
         let pin = pin.to_le_bytes()[0];
         add(&[
@@ -240,36 +242,39 @@ mod tests {
         parsed
     }
 
-    fn written(vcpus: u32) -> Parsed {
+    fn written(vcpus: u32, devices: u32) -> Parsed {
         let ram = GuestRam::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
-        write(&ram, vcpus).unwrap();
+        write(&ram, vcpus, devices).unwrap();
         parse(&ram)
     }
 
     #[test]
     fn a_kernel_finds_its_cpus_and_interrupts() {
-        let table = written(3);
+        let table = written(3, 2);
         assert_eq!(table.cpus, [(0, 3), (1, 1), (2, 1)]);
         assert_eq!(table.buses, [(0, "ISA   ".to_owned())]);
         assert_eq!(table.ioapics, [(3, 1, 0xfec0_0000)]);
-        let identity: Vec<_> = (0..24).map(|pin| [0, pin, 3, pin]).collect();
-        assert_eq!(table.interrupts, identity);
+        let identity = |pins| (0..pins).map(|pin| [0, pin, 3, pin]).collect::<Vec<_>>();
+        assert_eq!(table.interrupts, identity(7), "the PC's five and two");
         assert_eq!(table.local, [[3, 0, 0], [1, 0xff, 1]]);
+        for more in [19, 20, u32::MAX] {
+            assert_eq!(written(3, more).interrupts, identity(24), "{more}");
+        }
     }
 
     #[test]
     fn the_largest_machine_has_a_table_and_a_larger_one_is_refused() {
-        let table = written(MAX_VCPUS);
+        let table = written(MAX_VCPUS, 4);
         assert_eq!(table.cpus.len(), 254);
         assert_eq!(table.ioapics[0].0, 254, "not the broadcast id");
         for vcpus in [255, 256, u32::MAX] {
-            assert!(build(vcpus, MP_TABLE).is_err(), "{vcpus}");
+            assert!(build(vcpus, 4, MP_TABLE).is_err(), "{vcpus}");
         }
     }
 
     #[test]
     fn the_table_stays_in_the_range_that_kernels_search() {
-        let bytes = build(MAX_VCPUS, MP_TABLE).unwrap();
+        let bytes = build(MAX_VCPUS, MMIO_SLOTS, MP_TABLE).unwrap();
         const { assert!(MP_TABLE.0 >= 0xf_0000) };
         assert!(MP_TABLE.0 + bytes.len() as u64 <= 0x10_0000);
     }

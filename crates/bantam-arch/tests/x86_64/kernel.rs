@@ -1,10 +1,11 @@
 //! What kernels are recognised, and what ends up in guest memory.
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use bantam_arch::ArchError;
-use bantam_arch::x86_64::{Format, Kernel, Protocol, Segment};
+use bantam_arch::x86_64::{Format, Kernel, MapFile, Protocol, Segment};
+use bantam_arch::{ArchError, GuestRam};
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::fixture::{LOAD, SEGMENT_OFFSET, bz_image, elf, ram};
@@ -61,6 +62,7 @@ fn a_pvh_kernel_starts_at_its_note() {
         file_len: CODE.len() as u64,
         guest_addr: LOAD,
         mem_len: CODE.len() as u64 + 4096,
+        writable: false,
     };
     assert_eq!(kernel.segments(), [segment]);
     check_loaded(&kernel);
@@ -166,5 +168,59 @@ fn real_kernels_are_understood() {
             "where Linux links itself to"
         );
         assert!(loaded.end > loaded.entry);
+    }
+}
+
+/// Maps nothing, but shows in memory what it was asked to map, unless it refuses.
+struct Marker {
+    ram: GuestRam,
+    refuse: bool,
+}
+
+impl MapFile for Marker {
+    fn map(&self, _: &File, offset: u64, at: GuestAddress, len: usize) -> io::Result<bool> {
+        if !self.refuse {
+            assert_eq!((offset % 4096, at.0 % 4096, len % 4096), (0, 0, 0));
+            self.ram.write_slice(&vec![0x77; len], at).unwrap();
+        }
+        Ok(!self.refuse)
+    }
+}
+
+/// The fixture's kernel with its segment at a page's beginning and with these flags.
+fn page_aligned(code: &[u8], flags: u32) -> Vec<u8> {
+    let mut file = elf(code, true);
+    file.splice(
+        SEGMENT_OFFSET..SEGMENT_OFFSET,
+        vec![0; 4096 - SEGMENT_OFFSET],
+    );
+    file[68..72].copy_from_slice(&flags.to_le_bytes());
+    file[72..80].copy_from_slice(&4096u64.to_le_bytes());
+    file
+}
+
+#[test]
+fn whole_pages_that_a_kernel_only_reads_are_mapped_and_all_else_is_copied() {
+    const READ_EXECUTE: u32 = 5;
+    const READ_WRITE_EXECUTE: u32 = 7;
+    let code = [0x5a; 2 * 4096 + 100];
+    for (flags, refuse, whole) in [
+        (READ_EXECUTE, false, 0x77),
+        (READ_EXECUTE, true, 0x5a),
+        (READ_WRITE_EXECUTE, false, 0x5a),
+    ] {
+        let ram = ram(4);
+        let marker = Marker {
+            ram: ram.clone(),
+            refuse,
+        };
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(&page_aligned(&code, flags)).unwrap();
+        let kernel = Kernel::open(file.path()).unwrap();
+        kernel.load_with(&ram, &marker).unwrap();
+        let mut loaded = [0; 2 * 4096 + 100];
+        ram.read_slice(&mut loaded, GuestAddress(LOAD)).unwrap();
+        assert_eq!(loaded[..2 * 4096], [whole; 2 * 4096], "{flags} {refuse}");
+        assert_eq!(loaded[2 * 4096..], [0x5a; 100], "{flags} {refuse}");
     }
 }

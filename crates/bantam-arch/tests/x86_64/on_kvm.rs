@@ -33,6 +33,7 @@ fn start(code: &[u8], pvh: bool) -> Option<Started> {
         cmdline: "quiet",
         initrd: None,
         vcpus: 2,
+        devices: 0,
     };
     let entry = prepare(&ram, &boot).unwrap();
 

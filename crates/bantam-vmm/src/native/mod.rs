@@ -100,7 +100,7 @@ fn load(config: &VmConfig, devices: usize, ram: &Arc<GuestRam>) -> Result<Entry,
         path: initramfs.clone(),
         source,
     })?;
-    let initrd = boot::load_initrd(ram, &kernel, &mut file, &mapper)?;
+    let initrd = boot::load_initrd(ram, &kernel, &mut file)?;
     let slots: Vec<_> = (0..).map_while(layout::mmio_slot).take(devices).collect();
     let words = ["console=hvc0", serial::CMDLINE];
     let cmdline = cmdline::build(config, &slots, &words);
@@ -111,6 +111,7 @@ fn load(config: &VmConfig, devices: usize, ram: &Arc<GuestRam>) -> Result<Entry,
             cmdline: &cmdline,
             initrd: Some(initrd),
             vcpus: u32::from(config.cpus),
+            devices: u32::try_from(slots.len()).unwrap_or(u32::MAX),
         },
     )?)
 }

@@ -1,7 +1,7 @@
 //! ELF kernels: header, program headers, and the note with the PVH entry point.
 
 use linux_loader::elf::{
-    EM_X86_64, ET_DYN, ET_EXEC, Elf64_Ehdr, Elf64_Nhdr, Elf64_Phdr, PT_LOAD, PT_NOTE,
+    EM_X86_64, ET_DYN, ET_EXEC, Elf64_Ehdr, Elf64_Nhdr, Elf64_Phdr, PF_W, PT_LOAD, PT_NOTE,
 };
 use vm_memory::ByteValued;
 
@@ -104,6 +104,7 @@ fn segment(program: &Elf64_Phdr, source_len: u64) -> Result<Segment> {
         file_len: program.p_filesz,
         guest_addr: program.p_paddr,
         mem_len: program.p_memsz,
+        writable: program.p_flags & PF_W != 0,
     };
     if segment.file_len > segment.mem_len {
         return Err(ArchError::kernel(

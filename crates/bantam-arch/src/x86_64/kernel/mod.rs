@@ -20,7 +20,7 @@ use vm_memory::GuestAddress;
 use crate::{ArchError, GuestRam, Result};
 use compress::Compression;
 use source::Source;
-pub(super) use source::place_file;
+pub(super) use source::copy_file;
 
 /// Largest kernel, compressed or not, in bytes. A distribution's kernel is some 70 MB unpacked.
 const MAX_KERNEL: u64 = 512 << 20;
@@ -57,6 +57,8 @@ pub struct Segment {
     pub guest_addr: u64,
     /// Bytes in guest memory, at least `file_len`; the rest is zero.
     pub mem_len: u64,
+    /// The kernel says that it writes there.
+    pub writable: bool,
 }
 
 /// A kernel that was found sane.
@@ -199,7 +201,9 @@ impl Kernel {
         self.load_with(ram, &CopyOnly)
     }
 
-    /// The same, but the whole pages of an uncompressed kernel are offered to `mapper` first.
+    /// The same, but the whole pages of an uncompressed kernel's read-only segments are offered to
+    /// `mapper` first. To map what the guest writes would not save the copy: it would be made page by
+    /// page, with an exit of the guest for each.
     ///
     /// # Errors
     ///

@@ -11,31 +11,35 @@ use super::{MapFile, Segment};
 use crate::x86_64::layout::PAGE;
 use crate::{ArchError, GuestRam, Result};
 
-/// Puts `len` bytes of `file` from `offset` on into guest memory at `at`: whole pages by `mapper`
-/// where it can, all else copied.
-pub(in crate::x86_64) fn place_file(
+/// Copies `len` bytes of `file` from `offset` on into guest memory at `at`.
+pub(in crate::x86_64) fn copy_file(
     ram: &GuestRam,
     file: &mut File,
     offset: u64,
     at: GuestAddress,
     len: usize,
-    mapper: &dyn MapFile,
 ) -> io::Result<()> {
+    file.seek(SeekFrom::Start(offset))?;
+    ram.read_exact_volatile_from(at, file, len)
+        .map_err(io::Error::other)
+}
+
+/// Offers the whole pages of a read-only segment to `mapper`. Returns how many bytes it took, from
+/// the segment's beginning on.
+fn map_pages(
+    ram: &GuestRam,
+    file: &File,
+    segment: &Segment,
+    len: usize,
+    mapper: &dyn MapFile,
+) -> io::Result<usize> {
     let page = usize::try_from(PAGE).unwrap_or(usize::MAX);
     let whole = len / page * page;
-    let aligned = offset.is_multiple_of(PAGE) && at.0.is_multiple_of(PAGE);
-    let mapped =
-        aligned && whole > 0 && ram.check_range(at, len) && mapper.map(file, offset, at, whole)?;
-    let done = if mapped { whole } else { 0 };
-    if done == len {
-        return Ok(());
-    }
-    // A fresh range: neither overflows, as the end of the file and of RAM are beyond.
-    let (done_u64, rest) = (done as u64, len - done);
-    file.seek(SeekFrom::Start(offset.saturating_add(done_u64)))?;
-    let at = GuestAddress(at.0.saturating_add(done_u64));
-    ram.read_exact_volatile_from(at, file, rest)
-        .map_err(io::Error::other)
+    let at = GuestAddress(segment.guest_addr);
+    let aligned = segment.file_offset.is_multiple_of(PAGE) && at.0.is_multiple_of(PAGE);
+    let can = !segment.writable && aligned && whole > 0 && ram.check_range(at, len);
+    let mapped = can && mapper.map(file, segment.file_offset, at, whole)?;
+    Ok(if mapped { whole } else { 0 })
 }
 
 #[derive(Debug)]
@@ -106,7 +110,8 @@ impl Source {
         Ok(bytes)
     }
 
-    /// Puts one segment into guest memory: whole pages by `mapper` where it can, all else copied.
+    /// Puts one segment into guest memory: whole pages of a read-only one by `mapper` where it can, all
+    /// else copied.
     pub(super) fn load(
         &self,
         ram: &GuestRam,
@@ -127,9 +132,16 @@ impl Source {
         match self {
             Self::File { file, .. } => {
                 let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-                place_file(ram, &mut file, segment.file_offset, at, file_len, mapper).map_err(
-                    |_| ArchError::kernel("the file changed or could not be read to its end"),
-                )
+                let mut place = || {
+                    let done = map_pages(ram, &file, segment, file_len, mapper)?;
+                    // A part of a range in the file and in RAM: neither sum overflows.
+                    let offset = segment.file_offset.saturating_add(done as u64);
+                    let rest = GuestAddress(at.0.saturating_add(done as u64));
+                    copy_file(ram, &mut file, offset, rest, file_len.saturating_sub(done))
+                };
+                place().map_err(|_| {
+                    ArchError::kernel("the file changed or could not be read to its end")
+                })
             }
             Self::Bytes(bytes) => {
                 let range = usize::try_from(segment.file_offset)
