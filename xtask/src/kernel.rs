@@ -39,6 +39,9 @@ const REPRODUCIBLE: [&str; 4] = [
     "KBUILD_BUILD_VERSION=1",
 ];
 
+/// Where the patched linker script looks for the functions that come first.
+const FIRST_SECTIONS: &str = "arch/x86/kernel/first-functions.lds";
+
 /// Raise to rebuild kernels that differ by this file, not by their inputs.
 const RECIPE: &str = "1";
 
@@ -50,6 +53,8 @@ pub(crate) struct Kernel {
     pub(crate) configs: &'static [&'static str],
     /// A folder of patches, relative to the repository.
     pub(crate) patches: Option<&'static str>,
+    /// A list of functions that one of the patches has the linker put first.
+    pub(crate) first_functions: Option<&'static str>,
     /// About how many lines make prints, for the percentage.
     pub(crate) steps: usize,
 }
@@ -59,6 +64,7 @@ pub(crate) const GUEST: Kernel = Kernel {
     name: "guest kernel",
     configs: &["images/kernel/guest.config"],
     patches: Some("images/kernel/patches"),
+    first_functions: Some("images/kernel/first-functions"),
     steps: 1850,
 };
 
@@ -68,6 +74,7 @@ pub(crate) const RIG: Kernel = Kernel {
     configs: &["images/kernel/guest.config", "images/rig/outer.config"],
     // What they save at a boot does not matter there, and it hosts the tests of patched guests.
     patches: None,
+    first_functions: None,
     steps: 1915,
 };
 
@@ -94,7 +101,8 @@ impl Kernel {
             Some(folder) => Patches::read(&host::repo().join(folder))?,
             None => Patches::default(),
         };
-        let key = self.key(&config, &patches)?;
+        let functions = self.first_functions()?;
+        let key = self.key(&config, &patches, functions.as_deref())?;
         let cache = host::cache_dir()?.join("build");
         let done = cache.join("kernel").join(&key);
         host::create_dir(&done)?;
@@ -117,6 +125,10 @@ impl Kernel {
         self.unpack(&tree, progress)?;
         let source = format!("{SOURCE_PACKAGE} {}", source_version()?);
         patches.apply(&tree, &source)?;
+        if let Some(functions) = &functions {
+            let sections = first_sections(functions);
+            host::write_atomic(&tree.join(FIRST_SECTIONS), sections.as_bytes())?;
+        }
         self.configure(&tree, &config)?;
         let steps = self.make(&tree, progress, start)?;
         keep_results(&tree, &done)?;
@@ -142,15 +154,24 @@ impl Kernel {
         Ok(all)
     }
 
+    fn first_functions(&self) -> Result<Option<String>> {
+        let Some(file) = self.first_functions else {
+            return Ok(None);
+        };
+        let bytes = host::read(&host::repo().join(file))?;
+        Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+    }
+
     /// What the result depends on, as a file name.
-    fn key(&self, config: &str, patches: &Patches) -> Result<String> {
+    fn key(&self, config: &str, patches: &Patches, functions: Option<&str>) -> Result<String> {
         let source = source_version()?;
         let compiler = host::first_line(Command::new("gcc").arg("--version"))?;
         let linker = host::first_line(Command::new("ld").arg("--version"))?;
         let wanted = wanted(config)?;
         let inputs = format!(
-            "{RECIPE}\n{source}\n{compiler}\n{linker}\n{wanted:?}{}",
-            patches.key()
+            "{RECIPE}\n{source}\n{compiler}\n{linker}\n{wanted:?}{}{}",
+            patches.key(),
+            functions.map_or_else(String::new, first_sections)
         );
         Ok(host::sha256(inputs.as_bytes())[..16].to_owned())
     }
@@ -324,9 +345,26 @@ fn dropped(wanted: &BTreeMap<String, String>, result: &str) -> Vec<String> {
         .collect()
 }
 
+/// For the linker: the section of each function of a list of names, one a line. A name that the kernel
+/// does not have is no error, so the list may be that of another version.
+fn first_sections(functions: &str) -> String {
+    let names = functions.lines().map(str::trim);
+    names
+        .filter(|name| !name.is_empty() && !name.starts_with('#'))
+        .map(|name| format!("*(.text.{name})\n"))
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn functions_become_sections_and_comments_nothing() {
+        let list = "# What comes first.\n\nschedule\ndo_idle.constprop.0\n";
+        let sections = "*(.text.schedule)\n*(.text.do_idle.constprop.0)\n";
+        assert_eq!(first_sections(list), sections);
+    }
 
     #[test]
     fn a_dropped_option_is_named() {
