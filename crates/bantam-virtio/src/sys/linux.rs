@@ -8,6 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
 use vm_memory::VolatileSlice;
 pub use vmm_sys_util::eventfd::EventFd;
 
@@ -42,6 +45,42 @@ pub(crate) fn event_from_file(file: File) -> io::Result<EventFd> {
     rustix::io::ioctl_fionbio(&file, true)?;
     // SAFETY: `into_raw_fd` gives up the ownership that `from_raw_fd` takes.
     Ok(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) })
+}
+
+/// Rings once, a while after it was last set; a poller can wait for it.
+pub(crate) struct Timer(OwnedFd);
+
+impl Timer {
+    pub(crate) fn new() -> io::Result<Timer> {
+        let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
+        Ok(Timer(timerfd_create(TimerfdClockId::Monotonic, flags)?))
+    }
+
+    /// Has it ring `after` from now, and not before.
+    pub(crate) fn set(&self, after: Duration) -> io::Result<()> {
+        let zero = Timespec::default();
+        let value = Timespec::try_from(after).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let once = Itimerspec {
+            it_interval: zero,
+            it_value: value,
+        };
+        timerfd_settime(&self.0, TimerfdTimerFlags::empty(), &once)?;
+        Ok(())
+    }
+
+    /// It has rung. Also when it was set again meanwhile.
+    pub(crate) fn drain(&self) -> io::Result<()> {
+        match rustix::io::read(&self.0, &mut [0; 8]) {
+            Err(errno) if errno != rustix::io::Errno::AGAIN => Err(errno.into()),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl AsFd for Timer {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
 }
 
 /// What to be told about a descriptor.
@@ -98,7 +137,7 @@ pub(crate) struct Poller {
     events: Vec<epoll::Event>,
 }
 
-/// Adds descriptors to a [`Poller`]'s set from other threads, also while it waits.
+/// Changes a [`Poller`]'s set, from any thread, also while it waits.
 #[derive(Clone)]
 pub(crate) struct Watcher(Arc<OwnedFd>);
 
@@ -106,6 +145,15 @@ impl Watcher {
     pub(crate) fn add(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
         let data = epoll::EventData::new_u64(token);
         Ok(epoll::add(&self.0, fd, data, interest.flags())?)
+    }
+
+    pub(crate) fn modify(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
+        let data = epoll::EventData::new_u64(token);
+        Ok(epoll::modify(&self.0, fd, data, interest.flags())?)
+    }
+
+    pub(crate) fn remove(&self, fd: impl AsFd) -> io::Result<()> {
+        Ok(epoll::delete(&self.0, fd)?)
     }
 }
 
@@ -125,13 +173,8 @@ impl Poller {
         self.watcher().add(fd, token, interest)
     }
 
-    pub(crate) fn modify(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
-        let data = epoll::EventData::new_u64(token);
-        Ok(epoll::modify(&self.epoll, fd, data, interest.flags())?)
-    }
-
     pub(crate) fn remove(&self, fd: impl AsFd) -> io::Result<()> {
-        Ok(epoll::delete(&self.epoll, fd)?)
+        self.watcher().remove(fd)
     }
 
     /// Waits until something is ready (or `timeout` is over) and appends what is to `ready`.
@@ -233,9 +276,9 @@ pub(crate) fn send_vectored(fd: impl AsFd, slices: &[Slice<'_>]) -> io::Result<u
     })
 }
 
-/// One `send(2)`, likewise.
+/// One `send(2)`, likewise; it never waits for room.
 pub(crate) fn send(fd: impl AsFd, bytes: &[u8]) -> io::Result<usize> {
-    let flags = rustix::net::SendFlags::NOSIGNAL;
+    let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
     Ok(rustix::net::send(fd, bytes, flags)?)
 }
 

@@ -109,6 +109,18 @@ impl Connection {
         }
     }
 
+    /// The same, and the host has written already.
+    pub(super) fn to_guest_with_bytes(
+        host_port: u32,
+        guest_port: u32,
+        stream: UnixStream,
+    ) -> Connection {
+        let mut connection = Connection::to_guest_on_write(host_port, guest_port, stream);
+        connection.readable = true;
+        connection.begin();
+        connection
+    }
+
     /// The poller tells about its stream before the guest has answered.
     pub(super) fn is_watched(&self) -> bool {
         self.early
@@ -116,15 +128,19 @@ impl Connection {
 
     /// The host's first bytes went out with the request, and the guest has not sent any.
     pub(super) fn is_early(&self) -> bool {
-        self.early && self.state.host_shutdown != shutdown::BOTH && self.state.received == 0
+        self.early && !self.is_closed() && self.state.received == 0
+    }
+
+    /// The host has ended both directions.
+    pub(super) fn is_closed(&self) -> bool {
+        self.state.host_shutdown == shutdown::BOTH
     }
 
     /// Whether what the guest has to say next changes nothing by itself: its answer to a request
     /// behind which all there is has gone out, or to the host's end of both directions.
     pub(super) fn needs_no_answer(&self) -> bool {
-        let closed = self.state.host_shutdown == shutdown::BOTH;
         let asked = self.state.phase == Phase::Connecting && self.early && !self.readable;
-        closed || asked
+        asked || self.is_closed()
     }
 
     /// A connection that the guest asked for, with `request`.
@@ -330,6 +346,11 @@ impl Connection {
             // The end comes after the bytes.
             self.readable = true;
         }
+    }
+
+    /// Whether [`host_hung_up`](Self::host_hung_up).
+    pub(super) fn is_hung_up(&self) -> bool {
+        self.hung_up
     }
 
     fn shut_host(&mut self, directions: u32) {

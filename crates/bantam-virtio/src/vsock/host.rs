@@ -2,19 +2,28 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::muxer::Slot;
 use super::{BACKLOG, MAX_CONNECTIONS};
-use crate::sys::{self, EventFd, Interest, Watcher};
+use crate::sys::{self, EventFd, Interest, Timer, Watcher};
+
+/// Connections that callers have parted with and the guest has not been told of.
+const MAX_PARTED: usize = 8;
+/// How long the guest is not told, should there be nothing else to tell it.
+const PARTING_PATIENCE: Duration = Duration::from_millis(20);
 
 /// What the muxer and the host's callers share.
 pub(super) struct Shared {
     state: Mutex<State>,
     /// Wakes the muxer when there is a connection to open.
     wake: EventFd,
+    /// Wakes the muxer when there was something that could wait.
+    timer: Timer,
     /// Tells connections apart, and events about their streams.
     next_id: AtomicU64,
 }
@@ -22,9 +31,13 @@ pub(super) struct Shared {
 #[derive(Default)]
 struct State {
     connects: VecDeque<Connect>,
+    /// Connections to close, by number, with the host's ends of their streams.
+    parted: Vec<(u64, Arc<UnixStream>)>,
     listeners: HashMap<u32, Arc<Backlog>>,
     /// Watches streams for the muxer, while there is one.
     watcher: Option<Watcher>,
+    /// The worker has nothing to do and has to be woken.
+    asleep: bool,
     /// The device is gone for good.
     closed: bool,
 }
@@ -34,10 +47,19 @@ pub(super) struct Connect {
     pub(super) id: u64,
     pub(super) guest_port: u32,
     pub(super) stream: UnixStream,
-    /// Not before the host has written something.
-    pub(super) on_write: bool,
+    pub(super) opening: Opening,
     /// The muxer's poller tells about its stream.
     pub(super) watched: bool,
+}
+
+/// When the guest is asked for a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Opening {
+    AtOnce,
+    /// Once the host has written something.
+    OnWrite,
+    /// At once, and the host has written something.
+    Written,
 }
 
 /// Accepted connections that nobody took yet.
@@ -58,6 +80,7 @@ impl Shared {
         Ok(Shared {
             state: Mutex::default(),
             wake: sys::event_fd()?,
+            timer: Timer::new()?,
             next_id: AtomicU64::new(0),
         })
     }
@@ -76,6 +99,9 @@ impl Shared {
     pub(super) fn detach(&self) {
         let mut state = self.lock();
         state.watcher = None;
+        for (_, stream) in state.parted.drain(..) {
+            end(&stream);
+        }
         for connect in &mut state.connects {
             connect.watched = false;
         }
@@ -83,6 +109,57 @@ impl Shared {
 
     pub(super) fn wake(&self) -> &EventFd {
         &self.wake
+    }
+
+    pub(super) fn timer(&self) -> &Timer {
+        &self.timer
+    }
+
+    pub(super) fn wake_muxer(&self) {
+        if let Err(error) = self.wake.write(1)
+            // A counter that is full is readable all the same.
+            && error.kind() != io::ErrorKind::WouldBlock
+        {
+            tracing::error!(%error, "waking the vsock worker");
+        }
+    }
+
+    /// Wakes the muxer in a while, and not before, unless there is something that cannot wait.
+    pub(super) fn wake_after(&self, patience: Duration) {
+        if let Err(error) = self.timer.set(patience) {
+            tracing::error!(%error, "setting the vsock worker's timer");
+            self.wake_muxer();
+        }
+    }
+
+    /// The worker is about to wait. False if there is a connection to open before that.
+    pub(super) fn falls_asleep(&self) -> bool {
+        let mut state = self.lock();
+        state.asleep = state.connects.is_empty();
+        state.asleep
+    }
+
+    /// The worker is awake, and looks for connections to open before it waits again.
+    pub(super) fn is_awake(&self) {
+        self.lock().asleep = false;
+    }
+
+    /// Has the worker open a connection.
+    fn ask(&self, connect: Connect) -> io::Result<()> {
+        let asleep = {
+            let mut state = self.lock();
+            state.ask(connect)?;
+            state.asleep
+        };
+        if asleep {
+            self.wake_muxer();
+        }
+        Ok(())
+    }
+
+    /// What callers have parted with, to be closed.
+    pub(super) fn take_parted(&self) -> Vec<(u64, Arc<UnixStream>)> {
+        std::mem::take(&mut self.lock().parted)
     }
 
     /// The next connection to open.
@@ -127,6 +204,20 @@ impl Shared {
     }
 }
 
+impl State {
+    /// Has the muxer open a connection.
+    fn ask(&mut self, connect: Connect) -> io::Result<()> {
+        if self.closed {
+            return Err(gone());
+        }
+        if self.connects.len() >= MAX_CONNECTIONS {
+            return Err(io::ErrorKind::QuotaExceeded.into());
+        }
+        self.connects.push_back(connect);
+        Ok(())
+    }
+}
+
 impl Backlog {
     fn lock(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
@@ -143,11 +234,27 @@ impl Backlog {
 #[derive(Clone)]
 pub struct Vsock {
     shared: Arc<Shared>,
+    muxer: Arc<Slot>,
+}
+
+/// Which connection of a device; for [`Vsock::part`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConnectionId(u64);
+
+/// What [`Vsock::connect_with`] opened.
+#[derive(Debug)]
+pub struct Opened {
+    /// The stream.
+    pub stream: UnixStream,
+    /// How many of the bytes are on their way. The others are the caller's to write.
+    pub sent: usize,
+    /// The connection.
+    pub id: ConnectionId,
 }
 
 impl Vsock {
-    pub(super) fn new(shared: Arc<Shared>) -> Vsock {
-        Vsock { shared }
+    pub(super) fn new(shared: Arc<Shared>, muxer: Arc<Slot>) -> Vsock {
+        Vsock { shared, muxer }
     }
 
     /// Opens a connection to a port of the guest and returns at once; what is written meanwhile is
@@ -157,7 +264,7 @@ impl Vsock {
     /// `BrokenPipe` when the device is gone, `QuotaExceeded` when [`MAX_CONNECTIONS`] wait for a
     /// guest that does not run, and the host's errors of making a socket pair.
     pub fn connect(&self, port: u32) -> io::Result<UnixStream> {
-        self.open(port, false)
+        self.open(port, Opening::AtOnce)
     }
 
     /// The same, for a port where the host speaks first: the guest hears of the connection together
@@ -168,25 +275,70 @@ impl Vsock {
     /// # Errors
     /// As [`Vsock::connect`].
     pub fn connect_on_write(&self, port: u32) -> io::Result<UnixStream> {
-        self.open(port, true)
+        self.open(port, Opening::OnWrite)
     }
 
-    fn open(&self, port: u32, on_write: bool) -> io::Result<UnixStream> {
-        let (ours, theirs) = UnixStream::pair()?;
-        theirs.set_nonblocking(true)?;
+    /// The same, with the first bytes, or as many of them as a socket takes. If the device has nothing
+    /// else to do, the calling thread itself puts the first [`EARLY_DATA`](super::EARLY_DATA) of
+    /// them into the guest's ring, and no thread of the host is woken.
+    ///
+    /// # Errors
+    /// As [`Vsock::connect`].
+    pub fn connect_with(&self, port: u32, bytes: &[u8]) -> io::Result<Opened> {
+        let (stream, theirs) = pair()?;
+        let sent = sys::send(&stream, bytes)?;
+        let id = self.shared.next_id();
+        let connect = Connect {
+            id,
+            guest_port: port,
+            stream: theirs,
+            opening: Opening::Written,
+            watched: false,
+        };
+        let left = match self.muxer.try_lock() {
+            Ok(mut muxer) => match muxer.as_mut() {
+                Some(muxer) => muxer.open_now(connect),
+                None => Some(connect),
+            },
+            // As a rule it is the worker that has it, at the end of the pass in which it woke the caller.
+            Err(_) => Some(connect),
+        };
+        if let Some(connect) = left {
+            self.shared.ask(connect)?;
+        }
+        let id = ConnectionId(id);
+        Ok(Opened { stream, sent, id })
+    }
+
+    /// Ends a connection of [`connect_with`](Self::connect_with), whose stream is `stream`, in both
+    /// directions, for every holder, when there is an occasion: when another connection is opened, or
+    /// the device has something to do, and in 20 ms at the latest. That saves both sides a wake-up.
+    pub fn part(&self, id: ConnectionId, stream: Arc<UnixStream>) {
+        let mut state = self.shared.lock();
+        if state.watcher.is_none() {
+            drop(state);
+            end(&stream);
+            return;
+        }
+        state.parted.push((id.0, stream));
+        let full = state.parted.len() >= MAX_PARTED;
+        drop(state);
+        if full {
+            self.shared.wake_muxer();
+        } else {
+            self.shared.wake_after(PARTING_PATIENCE);
+        }
+    }
+
+    fn open(&self, port: u32, opening: Opening) -> io::Result<UnixStream> {
+        let (ours, theirs) = pair()?;
         let wake = {
             let mut state = self.shared.lock();
-            if state.closed {
-                return Err(gone());
-            }
-            if state.connects.len() >= MAX_CONNECTIONS {
-                return Err(io::ErrorKind::QuotaExceeded.into());
-            }
             let id = self.shared.next_id();
             // Watched from here, with nothing to read yet, it does not wake the muxer; what is
             // written does. The muxer looks into the queue when it is told of a stream that it does
             // not know, and for that waits for this lock.
-            let watcher = state.watcher.as_ref().filter(|_| on_write);
+            let watcher = (state.watcher.as_ref()).filter(|_| opening == Opening::OnWrite);
             let watched = match watcher {
                 Some(watcher) => {
                     watcher.add(&theirs, id, Interest::EDGE)?;
@@ -194,17 +346,17 @@ impl Vsock {
                 }
                 None => false,
             };
-            state.connects.push_back(Connect {
+            state.ask(Connect {
                 id,
                 guest_port: port,
                 stream: theirs,
-                on_write,
+                opening,
                 watched,
-            });
-            !watched
+            })?;
+            !watched && state.asleep
         };
         if wake {
-            self.shared.wake.write(1)?;
+            self.shared.wake_muxer();
         }
         Ok(ours)
     }
@@ -294,6 +446,19 @@ impl Drop for VsockListener {
         self.shared.lock().listeners.remove(&self.port);
         self.backlog.close();
     }
+}
+
+/// A stream, and the device's end of it.
+fn pair() -> io::Result<(UnixStream, UnixStream)> {
+    let (ours, theirs) = UnixStream::pair()?;
+    theirs.set_nonblocking(true)?;
+    Ok((ours, theirs))
+}
+
+/// Ends a stream for every holder.
+pub(super) fn end(stream: &UnixStream) {
+    // Fails only if the other end is gone, which is what is wanted.
+    let _ = stream.shutdown(Shutdown::Both);
 }
 
 fn gone() -> io::Error {

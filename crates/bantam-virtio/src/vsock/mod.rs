@@ -11,7 +11,7 @@ mod host;
 mod muxer;
 mod packet;
 
-pub use host::{Vsock, VsockListener};
+pub use host::{ConnectionId, Opened, Vsock, VsockListener};
 
 use std::sync::Arc;
 
@@ -19,6 +19,7 @@ use crate::device::read_config_bytes;
 use crate::worker::Worker;
 use crate::{Activation, DeviceType, Error, Result, VirtioDevice};
 use host::Shared;
+use muxer::Slot;
 
 /// The host's context identifier (§5.10.4).
 pub const HOST_CID: u64 = 2;
@@ -41,6 +42,7 @@ const QUEUE_SIZES: &[u16] = &[256, 256, 16];
 pub struct VsockDevice {
     guest_cid: u32,
     shared: Arc<Shared>,
+    muxer: Arc<Slot>,
     worker: Option<Worker>,
 }
 
@@ -51,12 +53,14 @@ impl VsockDevice {
     /// When the process is out of descriptors.
     pub fn new(guest_cid: u32) -> std::io::Result<(VsockDevice, Vsock)> {
         let shared = Arc::new(Shared::new()?);
+        let muxer = Arc::<Slot>::default();
         let device = VsockDevice {
             guest_cid,
             shared: shared.clone(),
+            muxer: muxer.clone(),
             worker: None,
         };
-        Ok((device, Vsock::new(shared)))
+        Ok((device, Vsock::new(shared, muxer)))
     }
 }
 
@@ -82,16 +86,18 @@ impl VirtioDevice for VsockDevice {
             return Err(Error::AlreadyActive { device: NAME });
         }
         let guest_cid = u64::from(self.guest_cid);
-        let shared = self.shared.clone();
+        let (shared, muxer) = (self.shared.clone(), self.muxer.clone());
         let rings = muxer::Rings::new(activation.queues)?;
         self.worker = Some(Worker::spawn(NAME, move |stop| {
-            muxer::run(stop, rings, &shared, guest_cid)
+            muxer::run(stop, rings, &shared, &muxer, guest_cid)
         })?);
         Ok(())
     }
 
     fn reset(&mut self) {
         self.worker = None;
+        // The worker took it away, unless it panicked. It has guest memory.
+        *muxer::lock(&self.muxer) = None;
     }
 }
 

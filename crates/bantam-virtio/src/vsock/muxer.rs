@@ -1,4 +1,9 @@
-//! The worker: moves packets between the rings and the connections.
+//! Moves packets between the rings and the connections.
+//!
+//! The muxer is the device worker's, which holds its lock for a pass at a time. The thread of a caller
+//! that opens a connection has it for a moment when it is free: while the device is at rest, it puts
+//! its own request and first bytes into the ring ([`Muxer::open_now`]), so that they wake nobody. It
+//! takes nothing that the guest sends.
 //!
 //! One pass does a bounded amount of work in each direction and interrupts the driver once for each
 //! ring. Whoever has something for the guest stands in `line`, once, and is served in turn, a burst
@@ -8,20 +13,24 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::connection::{Connection, Phase, Violation};
-use super::drain;
-use super::host::{Connect, Shared};
+use super::host::{Connect, Opening, Shared};
 use super::packet::{HEADER_LEN, Header, TYPE_STREAM, op, shutdown};
-use super::{HOST_CID, MAX_CONNECTIONS, NAME};
-use crate::sys::{self, Interest, Poller};
+use super::{HOST_CID, MAX_CONNECTIONS, NAME, drain, host};
+use crate::sys::{self, Interest, Poller, Watcher};
 use crate::worker::Stop;
 use crate::{ActiveQueue, Chain, Error, GuestRam, Result};
 
 /// Chains of one ring handled in a pass.
 const BATCH: usize = 64;
+/// Receive buffers that a caller's thread may fill: its request, its first bytes and the ends of other
+/// connections are fewer, with Linux's buffers.
+const CALLER_BATCH: usize = 16;
+/// Receive buffers without room that are looked at for one packet.
+const MAX_USELESS: usize = 8;
 /// Answers of the guest that are not waited for one by one.
 const MAX_EXPECTED: usize = 8;
 /// How long such an answer may wait in the ring, should nothing come after it.
@@ -37,6 +46,7 @@ const STOP: u64 = u64::MAX;
 const WAKE: u64 = u64::MAX - 1;
 const RX_KICK: u64 = u64::MAX - 2;
 const TX_KICK: u64 = u64::MAX - 3;
+const TIMER: u64 = u64::MAX - 4;
 
 /// The device's rings.
 pub(super) struct Rings {
@@ -69,62 +79,64 @@ impl Rings {
     }
 }
 
-/// Serves `rings` until stopped.
-pub(super) fn run(stop: &Stop, rings: Rings, shared: &Shared, guest_cid: u64) -> io::Result<()> {
-    let mut muxer = Muxer::new(rings, shared, guest_cid)?;
-    shared.attach(muxer.poller.watcher());
-    let result = serve(stop, &mut muxer);
+/// The muxer, while the device is active. Its lock is taken before that of [`Shared`], never after.
+pub(super) type Slot = Mutex<Option<Muxer>>;
+
+pub(super) fn lock(slot: &Slot) -> MutexGuard<'_, Option<Muxer>> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Serves `rings` until stopped. Meanwhile the muxer is in `slot`.
+pub(super) fn run(
+    stop: &Stop,
+    rings: Rings,
+    shared: &Arc<Shared>,
+    slot: &Slot,
+    guest_cid: u64,
+) -> io::Result<()> {
+    let mut poller = Poller::new()?;
+    poller.add(sys::event_as_fd(stop.event()), STOP, Interest::READ)?;
+    let muxer = Muxer::new(rings, shared.clone(), poller.watcher(), guest_cid)?;
+    shared.attach(poller.watcher());
+    *lock(slot) = Some(muxer);
+    let result = serve(stop, &mut poller, shared, slot);
     shared.detach();
-    muxer.finish();
+    let muxer = lock(slot).take();
+    if let Some(muxer) = muxer {
+        muxer.finish();
+    }
     result
 }
 
-fn serve(stop: &Stop, muxer: &mut Muxer<'_>) -> io::Result<()> {
-    muxer
-        .poller
-        .add(sys::event_as_fd(stop.event()), STOP, Interest::READ)?;
-    muxer.open_connections();
+fn serve(stop: &Stop, poller: &mut Poller, shared: &Shared, slot: &Slot) -> io::Result<()> {
     let mut ready = Vec::new();
-    let mut more = muxer.pass();
     loop {
-        ready.clear();
-        let timeout = match more {
-            true => Some(Duration::ZERO),
-            false => (muxer.expected() > 0).then_some(ANSWER_PATIENCE),
+        let more = match lock(slot).as_mut() {
+            Some(muxer) => muxer.work(&ready)?,
+            None => return Ok(()),
         };
-        muxer.poller.wait(&mut ready, timeout)?;
-        if !more && ready.is_empty() {
-            // The guest owes no answer after all, or is slow. Now every packet is a reason to look.
-            muxer.asked.clear();
-            muxer.tells_credit = false;
+        ready.clear();
+        // Without the muxer's lock: from here on, whoever wants something has it or wakes the worker.
+        let sleep = !more && shared.falls_asleep();
+        poller.wait(&mut ready, (!sleep).then_some(Duration::ZERO))?;
+        if sleep {
+            shared.is_awake();
         }
         if stop.requested() {
             return Ok(());
         }
-        for event in &ready {
-            match event.token {
-                STOP => {}
-                WAKE => {
-                    sys::drain(muxer.shared.wake())?;
-                    muxer.open_connections();
-                }
-                RX_KICK => muxer.kicked(RX_KICK, event.hung_up)?,
-                TX_KICK => muxer.kicked(TX_KICK, event.hung_up)?,
-                id => muxer.stream_ready(id, event)?,
-            }
-        }
-        more = muxer.pass();
     }
 }
 
-struct Muxer<'a> {
+pub(super) struct Muxer {
     rx: ActiveQueue,
     tx: ActiveQueue,
     _event: Option<ActiveQueue>,
     memory: Arc<GuestRam>,
-    shared: &'a Shared,
+    shared: Arc<Shared>,
     guest_cid: u64,
-    poller: Poller,
+    /// What the worker waits for.
+    watcher: Watcher,
     connections: HashMap<u64, Connection>,
     /// Connections that the guest knows, by host port and guest port.
     by_ports: HashMap<(u32, u32), u64>,
@@ -137,18 +149,26 @@ struct Muxer<'a> {
     /// The guest tells its credit when it has read all there was, as Linux does, also right after a
     /// request.
     tells_credit: bool,
+    /// The guest answers twice to the end of both directions, as Linux does: when it hears of it, and when
+    /// its program closes the socket.
+    resets_twice: bool,
     next_port: u32,
     /// There was something for the guest and no receive buffer for it.
     starved: bool,
 }
 
-impl<'a> Muxer<'a> {
-    fn new(rings: Rings, shared: &'a Shared, guest_cid: u64) -> io::Result<Muxer<'a>> {
+impl Muxer {
+    fn new(
+        rings: Rings,
+        shared: Arc<Shared>,
+        watcher: Watcher,
+        guest_cid: u64,
+    ) -> io::Result<Muxer> {
         let Rings { rx, tx, _event } = rings;
-        let poller = Poller::new()?;
-        poller.add(sys::event_as_fd(shared.wake()), WAKE, Interest::READ)?;
-        poller.add(sys::event_as_fd(rx.kick()), RX_KICK, Interest::READ)?;
-        poller.add(sys::event_as_fd(tx.kick()), TX_KICK, Interest::READ)?;
+        watcher.add(sys::event_as_fd(shared.wake()), WAKE, Interest::READ)?;
+        watcher.add(shared.timer(), TIMER, Interest::READ)?;
+        watcher.add(sys::event_as_fd(rx.kick()), RX_KICK, Interest::READ)?;
+        watcher.add(sys::event_as_fd(tx.kick()), TX_KICK, Interest::READ)?;
         Ok(Muxer {
             memory: rx.memory().clone(),
             rx,
@@ -156,16 +176,68 @@ impl<'a> Muxer<'a> {
             _event,
             shared,
             guest_cid,
-            poller,
+            watcher,
             connections: HashMap::new(),
             by_ports: HashMap::new(),
             line: VecDeque::new(),
             replies: VecDeque::new(),
             asked: Vec::new(),
             tells_credit: false,
+            resets_twice: false,
             next_port: FIRST_EPHEMERAL_PORT,
             starved: false,
         })
+    }
+
+    /// The worker's turn: what it was woken for, and a pass. True if there is more to do right away.
+    fn work(&mut self, ready: &[sys::Readiness]) -> io::Result<bool> {
+        for event in ready {
+            match event.token {
+                STOP => {}
+                WAKE => sys::drain(self.shared.wake())?,
+                TIMER => {
+                    self.shared.timer().drain()?;
+                    // The guest owes no answer after all, or is slow. Now every packet is a reason to
+                    // look.
+                    self.asked.clear();
+                    self.tells_credit = false;
+                    self.resets_twice = false;
+                }
+                RX_KICK => self.kicked(RX_KICK, event.hung_up)?,
+                TX_KICK => self.kicked(TX_KICK, event.hung_up)?,
+                id => self.stream_ready(id, event)?,
+            }
+        }
+        self.close_parted();
+        self.open_connections();
+        Ok(self.pass())
+    }
+
+    /// On a caller's thread: opens a connection whose stream holds its first bytes already and asks
+    /// the guest. Gives it back if the worker is to do that, because others wait for their turn.
+    pub(super) fn open_now(&mut self, connect: Connect) -> Option<Connect> {
+        let at_rest = self.line.is_empty() && self.replies.is_empty() && !self.starved;
+        if !at_rest || self.connections.len() >= MAX_CONNECTIONS {
+            return Some(connect);
+        }
+        let id = connect.id;
+        // First, as the guest answers to it at once, and what it answers to a request later.
+        self.close_parted();
+        self.open(connect);
+        self.serve_rx(CALLER_BATCH);
+        self.rx.notify();
+        // Not before its bytes were taken out of it: they would be news for the worker.
+        if let Some(connection) = self.connections.get(&id)
+            && let Err(error) = (self.watcher).add(connection.stream(), id, connection.interest())
+        {
+            tracing::error!(%error, "watching a vsock stream");
+            self.reset(id);
+        }
+        let waiting = !self.line.is_empty() || !self.replies.is_empty();
+        if self.rest() || waiting && !self.starved {
+            self.shared.wake_muxer();
+        }
+        None
     }
 
     /// One bounded pass over both rings. True if there is more to do right away.
@@ -176,12 +248,18 @@ impl<'a> Muxer<'a> {
         let rx_full = self.serve_rx(BATCH);
         self.tx.notify();
         self.rx.notify();
-        if tx_full || rx_full {
-            return true;
+        tx_full || rx_full || self.rest()
+    }
+
+    /// Has the worker woken for what is next. True if there is something to do right away.
+    fn rest(&mut self) -> bool {
+        let expected = self.expected();
+        if expected > 0 {
+            self.shared.wake_after(ANSWER_PATIENCE);
         }
         // Without room for answers the transmit ring waits for receive buffers; with news for the
         // guest and no buffer, a kick of the receive ring is wanted, and not otherwise.
-        let tx_more = self.may_reply() && self.tx.enable_kicks_after(self.expected());
+        let tx_more = self.may_reply() && self.tx.enable_kicks_after(expected);
         let rx_more = self.starved && self.rx.enable_kicks();
         tx_more || rx_more
     }
@@ -196,7 +274,11 @@ impl<'a> Muxer<'a> {
             let Some(connection) = connection.filter(|it| it.needs_no_answer()) else {
                 return 0;
             };
-            expected += 1 + u16::from(self.tells_credit && connection.is_early());
+            let again = match connection.is_closed() {
+                true => self.resets_twice,
+                false => self.tells_credit && connection.is_early(),
+            };
+            expected += 1 + u16::from(again);
         }
         expected
     }
@@ -223,7 +305,7 @@ impl<'a> Muxer<'a> {
         };
         if hung_up || sys::drain(queue.kick()).is_err() {
             queue.mark_broken(&"its kick descriptor failed");
-            self.poller.remove(sys::event_as_fd(queue.kick()))?;
+            self.watcher.remove(sys::event_as_fd(queue.kick()))?;
         }
         Ok(())
     }
@@ -238,9 +320,10 @@ impl<'a> Muxer<'a> {
         };
         if event.writable {
             connection.flush();
-            if !connection.has_backlog() {
+            // One that a caller has parted with meanwhile is watched no more.
+            if !connection.has_backlog() && !connection.is_hung_up() {
                 let interest = connection.interest();
-                self.poller.modify(connection.stream(), id, interest)?;
+                self.watcher.modify(connection.stream(), id, interest)?;
             }
         }
         if event.readable || event.hung_up {
@@ -266,28 +349,49 @@ impl<'a> Muxer<'a> {
                 );
                 continue;
             }
-            let host_port = self.free_port(connect.guest_port);
-            let Connect {
-                id,
-                guest_port,
-                stream,
-                on_write,
-                watched,
-            } = connect;
-            let connection = if on_write {
-                Connection::to_guest_on_write(host_port, guest_port, stream)
-            } else {
-                // Its stream is watched from when the guest accepts: until then a wake-up is wasted.
-                Connection::to_guest(host_port, guest_port, stream)
-            };
-            if on_write && !watched {
-                let interest = connection.interest();
-                if let Err(error) = self.poller.add(connection.stream(), id, interest) {
-                    tracing::error!(%error, "watching a vsock stream");
-                    continue;
-                }
+            if connect.opening != Opening::AtOnce
+                && !connect.watched
+                && let Err(error) = (self.watcher).add(&connect.stream, connect.id, Interest::EDGE)
+            {
+                tracing::error!(%error, "watching a vsock stream");
+                continue;
             }
-            self.insert(id, connection);
+            self.open(connect);
+        }
+    }
+
+    fn open(&mut self, connect: Connect) {
+        let Connect {
+            id,
+            guest_port,
+            stream,
+            opening,
+            ..
+        } = connect;
+        let host_port = self.free_port(guest_port);
+        let connection = match opening {
+            // Its stream is watched from when the guest accepts: until then a wake-up is wasted.
+            Opening::AtOnce => Connection::to_guest(host_port, guest_port, stream),
+            Opening::OnWrite => Connection::to_guest_on_write(host_port, guest_port, stream),
+            Opening::Written => Connection::to_guest_with_bytes(host_port, guest_port, stream),
+        };
+        self.insert(id, connection);
+    }
+
+    /// Closes what its callers have parted with. The poller is not to tell of that.
+    fn close_parted(&mut self) {
+        for (id, stream) in self.shared.take_parted() {
+            let Some(connection) = self.connections.get_mut(&id) else {
+                host::end(&stream);
+                continue;
+            };
+            if let Err(error) = self.watcher.remove(connection.stream()) {
+                tracing::debug!(%error, "a vsock stream was not watched");
+            }
+            host::end(&stream);
+            connection.flush();
+            connection.host_hung_up();
+            self.settle(id);
         }
     }
 
@@ -379,10 +483,10 @@ impl<'a> Muxer<'a> {
         }
         let ports = (header.dst_port, header.src_port);
         let Some(&id) = self.by_ports.get(&ports) else {
-            if header.op == op::REQUEST {
-                self.requested(&header);
-            } else {
-                self.reply_reset(&header);
+            match header.op {
+                op::REQUEST => self.requested(&header),
+                op::RST => self.resets_twice = true,
+                _ => self.reply_reset(&header),
             }
             return;
         };
@@ -401,7 +505,7 @@ impl<'a> Muxer<'a> {
             op::RESPONSE if connection.is_watched() => connection.accepted(),
             op::RESPONSE => connection.accepted().and_then(|()| {
                 let interest = connection.interest();
-                let added = self.poller.add(connection.stream(), id, interest);
+                let added = self.watcher.add(connection.stream(), id, interest);
                 added.map_err(|error| {
                     tracing::error!(%error, "watching a vsock stream");
                     Violation("its stream cannot be watched")
@@ -416,7 +520,7 @@ impl<'a> Muxer<'a> {
                 let received = connection.receive(header.len, &slices);
                 if !had_backlog && connection.has_backlog() {
                     let interest = connection.interest();
-                    if let Err(error) = self.poller.modify(connection.stream(), id, interest) {
+                    if let Err(error) = self.watcher.modify(connection.stream(), id, interest) {
                         tracing::error!(%error, "watching a vsock stream");
                     }
                 }
@@ -482,9 +586,18 @@ impl<'a> Muxer<'a> {
         }
         let connection = Connection::from_guest(header, ours);
         let (id, interest) = (self.shared.next_id(), connection.interest());
-        self.poller.add(connection.stream(), id, interest)?;
+        self.watcher.add(connection.stream(), id, interest)?;
         self.insert(id, connection);
         Ok(())
+    }
+
+    /// Ends a connection for both sides.
+    fn reset(&mut self, id: u64) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            let header = connection.header(self.guest_cid, op::RST, 0, 0);
+            self.replies.push_back(header);
+            self.end(id);
+        }
     }
 
     fn reply_reset(&mut self, header: &Header) {
@@ -537,9 +650,8 @@ impl<'a> Muxer<'a> {
 
     /// A receive buffer with room for a header at least; others go back unused.
     fn pop_rx(&mut self, used: &mut usize) -> Option<Chain> {
-        // Bounded by the ring's size, like everything that waits in it.
-        let size = self.rx.state().size;
-        for _ in 0..size {
+        // If there are more of them, kicks cannot be enabled, and the next pass goes on.
+        for _ in 0..MAX_USELESS {
             let Some(chain) = self.rx.pop() else { break };
             *used += 1;
             if chain.writable().len() > HEADER_LEN {

@@ -16,4 +16,5 @@ mod registers;
 #[cfg(feature = "vhost-user")]
 mod vhost_user;
 mod vsock;
+mod vsock_calls;
 mod vsock_driver;

@@ -68,12 +68,13 @@ proptest! {
 
     #[test]
     fn any_conversation_is_survived(
-        packets in prop::collection::vec((packet(), 0..8_u8), 1..60),
+        packets in prop::collection::vec((packet(), 0..10_u8), 1..60),
     ) {
         let mut driver = Driver::start(Transport::Direct);
         driver.post(128);
         let listener = driver.vsock.listen(1024).unwrap();
         let mut streams = Vec::new();
+        let mut calls = Vec::new();
         for (packet, action) in packets {
             driver.send(&packet);
             match action {
@@ -92,6 +93,10 @@ proptest! {
                     }
                 }
                 4 => drop(streams.pop()),
+                8 => calls.extend(driver.vsock.connect_with(9, &[1; 20_000])),
+                9 => if let Some(call) = calls.pop() {
+                    driver.vsock.part(call.id, call.stream.into());
+                },
                 5 => while driver.guest.has_used(0) {
                     driver.receive();
                 },

@@ -190,7 +190,9 @@ impl Driver {
         let packet = Packet::parse(&self.guest.read(addr, written as usize));
         assert_eq!(packet.len as usize, packet.data.len());
         self.post_at(addr, len);
-        self.guest.rings[RX].kick();
+        if self.guest.rings[RX].wants_kick() {
+            self.guest.rings[RX].kick();
+        }
         Some(packet)
     }
 

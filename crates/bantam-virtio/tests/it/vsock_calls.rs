@@ -1,0 +1,317 @@
+//! Connections that are opened with their first bytes, and parted with in the end.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use bantam_virtio::testing::{Buffer, Transport};
+use bantam_virtio::vsock::{EARLY_DATA, MAX_CONNECTIONS, Opened};
+
+use crate::vsock_driver::{
+    CREDIT_REQUEST, CREDIT_UPDATE, Driver, Packet, REQUEST, RESPONSE, RST, RW, SHUTDOWN,
+};
+
+const PORT: u32 = 1025;
+
+/// What the guest sends next on the connection of `request`.
+fn answer(request: &Packet, op: u16) -> Packet {
+    Packet::new(op, request.guest_port, request.host_port)
+}
+
+/// A connection with `bytes` that the guest accepted, and its request.
+fn called(driver: &mut Driver, bytes: &[u8]) -> (Opened, Packet) {
+    let opened = driver.vsock.connect_with(PORT, bytes).unwrap();
+    assert_eq!(opened.sent, bytes.len());
+    let request = driver.expect(REQUEST);
+    assert_eq!(driver.expect_data(bytes.len()), bytes);
+    driver.send(&answer(&request, RESPONSE));
+    (opened, request)
+}
+
+fn read_to_end(mut stream: &UnixStream) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    stream.read_to_end(&mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn first_bytes_go_out_with_the_request_and_others_follow() {
+    for &transport in Transport::ALL {
+        let mut driver = Driver::ready(transport);
+        for n in 0..100 {
+            let bytes = format!("request {n}");
+            let (opened, request) = called(&mut driver, bytes.as_bytes());
+            assert_eq!(request.guest_port, PORT);
+            let mut stream = opened.stream;
+            stream.write_all(b"more").unwrap();
+            assert_eq!(driver.expect(RW).data, b"more");
+            driver.send(&answer(&request, RW).data(b"an answer"));
+            let mut bytes = [0; 9];
+            stream.read_exact(&mut bytes).unwrap();
+            assert_eq!(&bytes, b"an answer");
+            drop(stream);
+            while driver.expect(SHUTDOWN).flags != 3 {}
+            driver.send(&answer(&request, RST));
+        }
+    }
+}
+
+#[test]
+fn first_bytes_may_be_more_than_a_socket_takes_and_than_the_guest_takes_unasked() {
+    let mut driver = Driver::ready(Transport::Direct);
+    let bytes: Vec<u8> = (0..4 << 20).map(|n: u32| (n % 251) as u8).collect();
+    let opened = driver.vsock.connect_with(PORT, &bytes).unwrap();
+    assert!(opened.sent >= EARLY_DATA as usize && opened.sent < bytes.len());
+    let request = driver.expect(REQUEST);
+    let mut received = driver.expect_data(EARLY_DATA as usize);
+    assert_eq!(received.len(), EARLY_DATA as usize);
+    let credit = bytes.len() as u32;
+    driver.send(&answer(&request, RESPONSE).credit(credit, 0));
+    let mut stream = opened.stream;
+    let rest = bytes[opened.sent..].to_vec();
+    let writer = std::thread::spawn(move || stream.write_all(&rest));
+    received.extend(driver.expect_data(bytes.len() - received.len()));
+    writer.join().unwrap().unwrap();
+    assert!(received == bytes);
+}
+
+#[test]
+fn what_is_opened_with_bytes_before_the_guest_runs_is_sent_then() {
+    let (device, vsock) = bantam_virtio::VsockDevice::new(3).unwrap();
+    let _opened = vsock.connect_with(PORT, b"early").unwrap();
+    let mut driver = Driver::with_device(Transport::Mmio, device, vsock);
+    driver.post(8);
+    driver.expect(REQUEST);
+    assert_eq!(driver.expect(RW).data, b"early");
+    let vsock = driver.vsock.clone();
+    drop(driver);
+    let error = vsock.connect_with(PORT, b"late").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BrokenPipe);
+}
+
+#[test]
+fn calls_of_many_threads_beside_a_busy_stream_all_arrive_whole() {
+    const THREADS: usize = 8;
+    const CALLS: usize = 20;
+    let mut driver = Driver::ready(Transport::Direct);
+    let (opened, _) = called(&mut driver, b"the stream");
+    let mut stream = opened.stream;
+    let streamer = std::thread::spawn(move || while stream.write(&[7; 4096]).is_ok() {});
+    let callers: Vec<_> = (0..THREADS)
+        .map(|thread| {
+            let vsock = driver.vsock.clone();
+            std::thread::spawn(move || -> Vec<Opened> {
+                (0..CALLS)
+                    .map(|call| {
+                        let bytes = format!("{thread} {call}");
+                        vsock.connect_with(PORT, bytes.as_bytes()).unwrap()
+                    })
+                    .collect()
+            })
+        })
+        .collect();
+    let mut requests = Vec::new();
+    let mut calls = Vec::new();
+    let mut streamed = 0;
+    while calls.len() < THREADS * CALLS {
+        let packet = driver.receive();
+        match packet.op {
+            REQUEST => requests.push(packet.host_port),
+            _ if requests.contains(&packet.host_port) => {
+                calls.push(String::from_utf8(packet.data).unwrap());
+            }
+            _ => {
+                // The busy one: it goes on for as long as there is credit.
+                streamed += packet.len;
+                let credit = Packet::new(CREDIT_UPDATE, PORT, packet.host_port);
+                driver.send(&credit.credit(1 << 20, streamed));
+            }
+        }
+    }
+    calls.sort();
+    let mut wanted: Vec<String> = (0..THREADS)
+        .flat_map(|thread| (0..CALLS).map(move |call| format!("{thread} {call}")))
+        .collect();
+    wanted.sort();
+    assert_eq!(calls, wanted);
+    let opened: Vec<_> = callers.into_iter().map(|it| it.join().unwrap()).collect();
+    drop(driver);
+    streamer.join().unwrap();
+    for opened in opened.iter().flatten() {
+        assert!(read_to_end(&opened.stream).is_empty());
+    }
+}
+
+#[test]
+fn a_call_waits_for_receive_buffers_without_holding_up_its_caller() {
+    let mut driver = Driver::start(Transport::Direct);
+    let first = driver.vsock.connect_with(PORT, b"first").unwrap();
+    let second = driver.vsock.connect_with(PORT, b"second").unwrap();
+    driver.post(4);
+    let mut received = Vec::new();
+    while received.len() < 4 {
+        received.push(driver.receive());
+    }
+    let mut data: Vec<_> = received.iter().map(|packet| packet.data.clone()).collect();
+    data.sort();
+    assert_eq!(data, [&b""[..], b"", b"first", b"second"]);
+    drop((first, second));
+}
+
+#[test]
+fn buffers_without_room_do_not_keep_a_call_from_the_guest() {
+    let mut driver = Driver::start(Transport::Direct);
+    let room = driver.guest.alloc(64);
+    for _ in 0..100 {
+        driver.guest.rings[0].add(&[Buffer::writable(room, 44)]);
+    }
+    let _opened = driver.vsock.connect_with(PORT, b"call").unwrap();
+    for _ in 0..100 {
+        assert_eq!(driver.guest.wait_used(0).1, 0);
+    }
+    driver.post(2);
+    driver.expect(REQUEST);
+    assert_eq!(driver.expect(RW).data, b"call");
+}
+
+#[test]
+fn a_call_that_the_guest_refuses_is_at_its_end_whatever_else_it_was_expected_to_say() {
+    for &transport in Transport::ALL {
+        let mut driver = Driver::ready(transport);
+        // A guest that tells its credit is expected to do so again.
+        let (opened, request) = called(&mut driver, b"hello");
+        driver.send(&answer(&request, CREDIT_UPDATE));
+        let refused = driver.vsock.connect_with(PORT, b"hello?").unwrap();
+        let request = driver.expect(REQUEST);
+        driver.expect(RW);
+        // Not kicked for if the device does not ask for it.
+        let header = answer(&request, RST).header();
+        let addr = driver.guest.place(&header);
+        driver.guest.rings[1].add(&[Buffer::readable(addr, header.len() as u32)]);
+        if driver.guest.rings[1].wants_kick() {
+            driver.guest.rings[1].kick();
+        }
+        assert!(read_to_end(&refused.stream).is_empty());
+        drop(opened);
+    }
+}
+
+#[test]
+fn what_was_parted_with_ends_for_all_though_nothing_follows() {
+    for &transport in Transport::ALL {
+        let mut driver = Driver::ready(transport);
+        let (opened, request) = called(&mut driver, b"call");
+        driver.send(&answer(&request, RW).data(b"unread"));
+        let stream = Arc::new(opened.stream);
+        driver.vsock.part(opened.id, stream.clone());
+        while driver.expect(SHUTDOWN).flags != 3 {}
+        assert!((&*stream).write(b"x").is_err());
+        driver.send(&answer(&request, RST));
+        // Its ports are unknown by now.
+        driver.send(&answer(&request, CREDIT_REQUEST));
+        driver.expect(RST);
+    }
+}
+
+#[test]
+fn what_was_written_before_the_parting_arrives_before_the_end() {
+    let mut driver = Driver::ready(Transport::Direct);
+    let (opened, _) = called(&mut driver, b"call");
+    (&opened.stream).write_all(b"last words").unwrap();
+    driver.vsock.part(opened.id, opened.stream.into());
+    assert_eq!(driver.expect(RW).data, b"last words");
+    while driver.expect(SHUTDOWN).flags != 3 {}
+}
+
+#[test]
+fn connections_that_are_parted_with_leave_room_for_others_however_many() {
+    let mut driver = Driver::ready(Transport::Direct);
+    let mut parted = 0;
+    for n in 0..2 * MAX_CONNECTIONS {
+        let opened = driver.vsock.connect_with(PORT, b"call").unwrap();
+        let mut accepted = false;
+        while !accepted {
+            let packet = driver.receive();
+            match packet.op {
+                REQUEST => driver.send(&answer(&packet, RESPONSE)),
+                RW => accepted = true,
+                _ => {
+                    assert_eq!((packet.op, packet.flags), (SHUTDOWN, 3));
+                    driver.send(&answer(&packet, RST));
+                    parted += 1;
+                }
+            }
+        }
+        driver.vsock.part(opened.id, opened.stream.into());
+        assert!(n + 1 - parted <= 16, "{parted} of {n}");
+    }
+    while parted < 2 * MAX_CONNECTIONS {
+        let packet = driver.expect(SHUTDOWN);
+        driver.send(&answer(&packet, RST));
+        parted += 1;
+    }
+}
+
+#[test]
+fn a_reset_ends_what_was_parted_with_and_leaves_the_device_usable() {
+    for &transport in Transport::ALL {
+        let mut driver = Driver::ready(transport);
+        let (opened, request) = called(&mut driver, b"call");
+        // More than a socket holds; nobody reads it.
+        for _ in 0..4 {
+            driver.send(&answer(&request, RW).data(&[7; 60_000]));
+        }
+        let stream = Arc::new(opened.stream);
+        driver.vsock.part(opened.id, stream.clone());
+        driver.guest.reset();
+        assert!((&*stream).write(b"x").is_err());
+        // Without a guest it ends at once.
+        driver.vsock.part(opened.id, stream.clone());
+        driver.restart();
+        driver.post(8);
+        // Of the connection before, nothing is known any more.
+        driver.vsock.part(opened.id, stream);
+        called(&mut driver, b"another");
+    }
+}
+
+#[test]
+fn a_reset_while_callers_call_loses_no_thread_and_no_stream() {
+    let mut driver = Driver::start(Transport::Direct);
+    let vsock = driver.vsock.clone();
+    let caller = std::thread::spawn(move || {
+        let mut streams = Vec::new();
+        loop {
+            let error = match vsock.connect_with(PORT, b"call") {
+                Ok(opened) => {
+                    let stream = Arc::new(opened.stream);
+                    vsock.part(opened.id, stream.clone());
+                    streams.push(stream);
+                    None
+                }
+                Err(error) => Some(error),
+            };
+            if streams.len() == 64 || error.is_some() {
+                for stream in streams.drain(..) {
+                    // With its end, or an error if no device ever took what was written.
+                    assert!(!matches!((&*stream).read(&mut [0]), Ok(1..)));
+                }
+            }
+            match error.map(|error| error.kind()) {
+                None => {}
+                Some(ErrorKind::QuotaExceeded) => std::thread::yield_now(),
+                kind => return kind,
+            }
+        }
+    });
+    for _ in 0..50 {
+        driver.post(8);
+        for _ in 0..20 {
+            driver.receive();
+        }
+        driver.guest.reset();
+        driver.restart();
+    }
+    drop(driver);
+    assert_eq!(caller.join().unwrap(), Some(ErrorKind::BrokenPipe));
+}
