@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 use bantam_image::Image;
 use bantam_net::Network;
 use bantam_protocol::{GUEST_EXEC_PORT, HOST_CONTROL_PORT};
+use bantam_virtio::vsock::{ConnectionId, Opened};
 use bantam_vmm::{Disk, EngineKind, ExitCause, GuestKernel, MemorySize, Timeline, Vm, VmConfig};
 
 use crate::Error;
 use crate::clock::ClockWatch;
 use crate::control::{Control, HelloError};
-use crate::host::{CONSOLE_LINES, Ended, Host};
+use crate::host::{CONSOLE_LINES, Ended, ExecStream, Host};
 use crate::spec::Spec;
 
 /// Characters of the longest host name that Linux takes.
@@ -141,6 +142,17 @@ fn lock(control: &Mutex<Control>) -> MutexGuard<'_, Control> {
 impl Host for Local {
     fn connect_exec(&self) -> io::Result<UnixStream> {
         self.vm.vsock().connect_on_write(GUEST_EXEC_PORT)
+    }
+
+    fn request_exec(&self, request: &[u8]) -> io::Result<ExecStream> {
+        let opened = self.vm.vsock().connect_with(GUEST_EXEC_PORT, request)?;
+        let Opened { stream, sent, id } = opened;
+        let id = Some(id);
+        Ok(ExecStream { stream, sent, id })
+    }
+
+    fn part(&self, id: ConnectionId, stream: Arc<UnixStream>) {
+        self.vm.vsock().part(id, stream);
     }
 
     fn ended(&self, patience: Duration) -> Option<Ended> {

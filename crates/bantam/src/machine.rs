@@ -10,10 +10,11 @@ use std::time::Duration;
 
 use bantam_image::{Argv, Image, ImageConfig};
 use bantam_net::Network;
+use bantam_virtio::vsock::ConnectionId;
 use bantam_vmm::{EngineKind, ExitCause, Phase, Timeline};
 
 use crate::copy::{self, Copied, CopyOptions};
-use crate::host::Host;
+use crate::host::{ExecStream, Host};
 use crate::machines::{MachineName, Record};
 use crate::spec::CommandDefaults;
 use crate::{Error, Exec, GuestStats, Home, MachineBuilder, MachineInfo, Machines, files};
@@ -95,15 +96,25 @@ impl Inner {
     }
 
     pub(crate) fn connect_exec(&self) -> Result<UnixStream, Error> {
-        self.host
-            .connect_exec()
-            .map_err(|error| match error.kind() {
-                io::ErrorKind::BrokenPipe => self.died("it was asked for a command".to_owned()),
-                _ => Error::Io {
-                    what: "cannot open a stream to the guest",
-                    source: error,
-                },
-            })
+        (self.host.connect_exec()).map_err(|error| self.not_connected(error))
+    }
+
+    pub(crate) fn request_exec(&self, request: &[u8]) -> Result<ExecStream, Error> {
+        (self.host.request_exec(request)).map_err(|error| self.not_connected(error))
+    }
+
+    pub(crate) fn part(&self, id: ConnectionId, stream: Arc<UnixStream>) {
+        self.host.part(id, stream);
+    }
+
+    fn not_connected(&self, error: io::Error) -> Error {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe => self.died("it was asked for a command".to_owned()),
+            _ => Error::Io {
+                what: "cannot open a stream to the guest",
+                source: error,
+            },
+        }
     }
 
     /// The error for a stream that ended by itself. The streams of a machine that ends close a

@@ -6,9 +6,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bantam_protocol::{ExecRequest, Exit, GuestExec, HostExec, STDIN_WINDOW, StartFailed};
+use bantam_virtio::vsock::ConnectionId;
 use bantam_vmm::Phase;
 
 use crate::Error;
+use crate::host::ExecStream;
 use crate::machine::{Inner, REQUEST_LIMIT};
 use crate::status::{Finished, Status};
 use crate::wire::{self, FrameReceiver, FrameSender, ReceiveError};
@@ -28,6 +30,10 @@ pub(crate) struct Started {
     /// Present once the command is known to run.
     pid: Option<u32>,
     command: String,
+    /// The connection, if nobody but this has the stream.
+    id: Option<ConnectionId>,
+    /// The command has ended, and all it wrote was passed on.
+    over: bool,
     /// Why standard input could not be read to its end.
     input_error: Arc<Mutex<Option<io::Error>>>,
 }
@@ -64,7 +70,11 @@ impl Started {
             None => REQUEST_LIMIT,
         };
         let lazy = request.lazy_started;
-        let (sender, receiver) = wire::split(machine.connect_exec()?, STDIN_WINDOW)?;
+        let request = HostExec::Exec(request)
+            .encode()
+            .map_err(|error| Error::InvalidCommand(error.to_string()))?;
+        let ExecStream { stream, sent, id } = machine.request_exec(&request)?;
+        let (sender, receiver) = wire::split(stream, STDIN_WINDOW);
         let mut started = Self {
             machine,
             sender,
@@ -73,18 +83,18 @@ impl Started {
             timeout,
             pid: None,
             command,
+            // Nobody sends input or signals to a command whose start is not waited for.
+            id: id.filter(|_| lazy),
+            over: false,
             input_error: Arc::default(),
         };
-        started
-            .sender
-            .send_request(&HostExec::Exec(request), limit)
-            .map_err(|error| match error.kind() {
+        let rest = request.get(sent..).unwrap_or_default();
+        if !rest.is_empty() {
+            (started.sender.send_encoded(rest, limit)).map_err(|error| match error.kind() {
                 io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => started.silent(),
-                io::ErrorKind::InvalidInput | io::ErrorKind::Other => {
-                    Error::InvalidCommand(error.to_string())
-                }
                 _ => started.gone(),
             })?;
+        }
         if lazy {
             return Ok(started);
         }
@@ -212,6 +222,7 @@ impl Started {
                 Event::Frame(Step::Exit(exit)) => {
                     timeline.mark(Phase::CommandExit);
                     finished.status = exit.into();
+                    self.over = true;
                     return self.finish(finished);
                 }
                 Event::TimedOut if self.pid.is_none() => return Err(self.silent()),
@@ -277,8 +288,12 @@ impl Started {
 }
 
 impl Drop for Started {
-    /// Hangs up, also for a thread that still sends input: the agent kills what is left.
+    /// Hangs up, also for a thread that still sends input: the agent kills what is left. A command that
+    /// is over has nothing left, and the agent need not hear of it at once.
     fn drop(&mut self) {
-        self.sender.hang_up();
+        match self.id {
+            Some(id) if self.over => self.machine.part(id, self.sender.stream()),
+            _ => self.sender.hang_up(),
+        }
     }
 }

@@ -142,7 +142,7 @@ impl<'a> Transfer<'a> {
         task: Task,
     ) -> Result<Self, Error> {
         let limits = guest.limits();
-        let (mut sender, receiver) = wire::split(guest.connect()?, wire::UNLIMITED)?;
+        let (mut sender, receiver) = wire::split(guest.connect()?, wire::UNLIMITED);
         sender.fail_if_stalled(limits.stall).map_err(Error::io(
             "cannot set the time limit of a stream to the guest",
         ))?;

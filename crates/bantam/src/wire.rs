@@ -11,8 +11,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendFlags, send};
 
-use crate::Error;
-
 /// The sending side, shared by everyone who talks to one command.
 #[derive(Debug, Clone)]
 pub(crate) struct FrameSender {
@@ -133,9 +131,9 @@ impl Window {
 
 impl FrameSender {
     /// A sender that may have `window` bytes of data on their way.
-    pub(crate) fn new(stream: UnixStream, window: usize) -> Self {
+    pub(crate) fn new(stream: impl Into<Arc<UnixStream>>, window: usize) -> Self {
         Self {
-            stream: Arc::new(stream),
+            stream: stream.into(),
             turns: Arc::default(),
             window: Arc::new(Window::new(window)),
             stall: None,
@@ -185,11 +183,16 @@ impl FrameSender {
 
     fn send_within(&self, message: &HostExec<'_>, limit: Duration) -> io::Result<()> {
         let bytes = message.encode().map_err(io::Error::other)?;
+        self.send_encoded(&bytes, limit)
+    }
+
+    /// Sends what is left of an encoded message, or fails if the guest does not take it within `limit`.
+    pub(crate) fn send_encoded(&self, bytes: &[u8], limit: Duration) -> io::Result<()> {
         let deadline = Instant::now()
             .checked_add(limit)
             .ok_or(io::ErrorKind::InvalidInput)?;
         let _turn = self.turns.take(Some(deadline))?;
-        self.write_until(&bytes, deadline)
+        self.write_until(bytes, deadline)
     }
 
     /// Writes a frame in one's turn.
@@ -251,6 +254,11 @@ impl FrameSender {
         self.window.close();
     }
 
+    /// The stream, to be ended in another way than by [`hang_up`](Self::hang_up).
+    pub(crate) fn stream(&self) -> Arc<UnixStream> {
+        Arc::clone(&self.stream)
+    }
+
     /// Ends the stream both ways, for every holder.
     pub(crate) fn hang_up(&self) {
         self.window.close();
@@ -298,7 +306,7 @@ impl From<bantam_protocol::Error> for ReceiveError {
 /// The receiving side.
 #[derive(Debug)]
 pub(crate) struct FrameReceiver {
-    stream: UnixStream,
+    stream: Arc<UnixStream>,
     decoder: Decoder,
     buffer: Box<[u8]>,
     filled: std::ops::Range<usize>,
@@ -308,9 +316,9 @@ impl FrameReceiver {
     /// Room for a few frames of data, so that one read empties a burst.
     const BUFFER: usize = 128 * 1024;
 
-    pub(crate) fn new(stream: UnixStream) -> Self {
+    pub(crate) fn new(stream: impl Into<Arc<UnixStream>>) -> Self {
         Self {
-            stream,
+            stream: stream.into(),
             decoder: Decoder::new(),
             buffer: vec![0; Self::BUFFER].into_boxed_slice(),
             filled: 0..0,
@@ -347,7 +355,7 @@ impl FrameReceiver {
                 Ok(false) => continue,
                 Err(_) => return Err(ReceiveError::Gone),
             }
-            match self.stream.read(&mut self.buffer) {
+            match (&*self.stream).read(&mut self.buffer) {
                 Ok(0) => return Err(ReceiveError::Gone),
                 Ok(count) => return Ok(count),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -373,14 +381,10 @@ fn wait_for(stream: &UnixStream, what: PollFlags, limit: Option<Duration>) -> io
 pub(crate) const UNLIMITED: usize = usize::MAX;
 
 /// Both sides of one stream, with `window` for what is sent as data.
-pub(crate) fn split(
-    stream: UnixStream,
-    window: usize,
-) -> Result<(FrameSender, FrameReceiver), Error> {
-    let sender = stream
-        .try_clone()
-        .map_err(Error::io("cannot duplicate a stream to the guest"))?;
-    Ok((FrameSender::new(sender, window), FrameReceiver::new(stream)))
+pub(crate) fn split(stream: UnixStream, window: usize) -> (FrameSender, FrameReceiver) {
+    let stream = Arc::new(stream);
+    let sender = FrameSender::new(Arc::clone(&stream), window);
+    (sender, FrameReceiver::new(stream))
 }
 
 #[cfg(test)]
