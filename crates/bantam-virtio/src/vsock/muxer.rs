@@ -152,6 +152,8 @@ pub(super) struct Muxer {
     /// The guest answers twice to the end of both directions, as Linux does: when it hears of it, and when
     /// its program closes the socket.
     resets_twice: bool,
+    /// The guest has said something that is no such answer.
+    has_news: bool,
     next_port: u32,
     /// There was something for the guest and no receive buffer for it.
     starved: bool,
@@ -184,6 +186,7 @@ impl Muxer {
             asked: Vec::new(),
             tells_credit: false,
             resets_twice: false,
+            has_news: false,
             next_port: FIRST_EPHEMERAL_PORT,
             starved: false,
         })
@@ -197,11 +200,7 @@ impl Muxer {
                 WAKE => sys::drain(self.shared.wake())?,
                 TIMER => {
                     self.shared.timer().drain()?;
-                    // The guest owes no answer after all, or is slow. Now every packet is a reason to
-                    // look.
-                    self.asked.clear();
-                    self.tells_credit = false;
-                    self.resets_twice = false;
+                    self.look();
                 }
                 RX_KICK => self.kicked(RX_KICK, event.hung_up)?,
                 TX_KICK => self.kicked(TX_KICK, event.hung_up)?,
@@ -211,6 +210,18 @@ impl Muxer {
         self.close_parted();
         self.open_connections();
         Ok(self.pass())
+    }
+
+    /// Takes what the guest has said unasked for a while.
+    fn look(&mut self) {
+        self.has_news = false;
+        self.serve_tx(BATCH);
+        if self.has_news || self.expected() > 0 {
+            // It says less than was expected, or is slow. Now every packet is a reason to look.
+            self.asked.clear();
+            self.tells_credit = false;
+            self.resets_twice = false;
+        }
     }
 
     /// On a caller's thread: opens a connection whose stream holds its first bytes already and asks
@@ -481,6 +492,7 @@ impl Muxer {
             self.reply_reset(&header);
             return;
         }
+        self.has_news |= !matches!(header.op, op::RESPONSE | op::CREDIT_UPDATE | op::RST);
         let ports = (header.dst_port, header.src_port);
         let Some(&id) = self.by_ports.get(&ports) else {
             match header.op {
