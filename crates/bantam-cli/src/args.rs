@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use bantam::{Home, Machines, Registries, VmmProcess};
+use bantam::{Home, Machines, Registries};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::failure::Failure;
@@ -26,7 +26,7 @@ impl Cli {
             Command::Machine(command) | Command::MachineGroup { command } => command.json(),
             Command::Image { command } => command.json(),
             Command::Doctor(args) => args.json,
-            Command::Completion(_) | Command::VmmProcess { .. } => false,
+            Command::Completion(_) => false,
         };
         if json {
             ErrorFormat::Json
@@ -159,12 +159,6 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Print a completion script for a shell
     Completion(CompletionArgs),
-    /// The process of a named machine; started by `start`
-    #[command(name = VmmProcess::ARGUMENT, hide = true)]
-    VmmProcess {
-        /// The machine, for people who look at the list of processes
-        name: String,
-    },
 }
 
 #[derive(Debug, Args)]

@@ -17,12 +17,20 @@ mod vmm_log;
 
 use std::process::ExitCode;
 
+use bantam::VmmProcess;
 use clap::{CommandFactory, Parser};
 
-use args::{Cli, Command};
+use args::{Cli, Command, ErrorFormat};
 use failure::Failure;
 
 fn main() -> ExitCode {
+    // Before clap: what that makes of all commands would be in memory as long as the machine is.
+    if std::env::args_os()
+        .nth(1)
+        .is_some_and(|word| word == VmmProcess::ARGUMENT)
+    {
+        return exit_code(vmm::run(), ErrorFormat::Text);
+    }
     let cli = Cli::parse();
     let format = cli.error_format();
     let result = match cli.command {
@@ -32,8 +40,12 @@ fn main() -> ExitCode {
         Command::Image { command } => image::image(&cli.global, *command),
         Command::Doctor(args) => doctor::doctor(&cli.global, &args),
         Command::Completion(args) => completion(args.shell),
-        Command::VmmProcess { .. } => vmm::run(),
     };
+    exit_code(result, format)
+}
+
+/// Reports a failure, and says what to exit with.
+fn exit_code(result: Outcome, format: ErrorFormat) -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
