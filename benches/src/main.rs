@@ -15,6 +15,7 @@ mod machine;
 mod memory;
 mod named;
 mod net;
+mod onemore;
 mod peers;
 mod program;
 mod report;
@@ -226,6 +227,9 @@ const ENTRIES: &[Entry] = &[
     }),
     entry("memory", On::Both, |c, r| {
         machine::resident(c.bench, c.counted, r, c.progress)
+    }),
+    entry("one-more", On::Native, |c, r| {
+        onemore::measure(c.bench, r, c.progress)
     }),
     entry("first-output", On::Both, |c, r| {
         program::first_output(c.bench, c.runs, r, c.progress)

@@ -11,6 +11,8 @@ use crate::Error;
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     guest: u64,
+    /// Of it, what is no file's.
+    guest_anonymous: u64,
     /// By the name of the mapping.
     beside: BTreeMap<String, u64>,
     private: u64,
@@ -26,13 +28,19 @@ struct Mapping<'a> {
     resident: u64,
     /// Of these, what is this process's alone: no file's, and nobody else's.
     anonymous: u64,
-    /// Made without reserving memory for it, as guest memory is.
+    /// Writable and made without reserving memory for it, as guest memory is.
     unreserved: bool,
+}
+
+impl Mapping<'_> {
+    fn kib(&self) -> u64 {
+        (self.range.end - self.range.start) >> 10
+    }
 }
 
 impl Usage {
     /// Guest memory is a mapping of a memfd, or, natively, mappings without a gap that are together
-    /// at least its size: into the RAM, kernel and initramfs are mapped.
+    /// its size: into the RAM, kernel and initramfs are mapped. An allocator's may lie behind it.
     pub(crate) fn of(pid: u32, guest_mib: u32) -> Result<Self, Error> {
         let path = PathBuf::from(format!("/proc/{pid}/smaps"));
         let text = fs::read_to_string(&path).map_err(Error::file("reading", &path))?;
@@ -46,11 +54,20 @@ impl Usage {
         });
         let mut usage = Self::default();
         for run in runs {
-            let bytes: u64 = run.iter().map(|m| m.range.end - m.range.start).sum();
-            let is_ram = run.iter().all(|m| m.unreserved) && bytes >> 10 >= guest_kib;
+            let kib: u64 = run.iter().map(Mapping::kib).sum();
+            // Of several machines, RAM may lie beside RAM.
+            let machines = kib.checked_div(guest_kib).unwrap_or(0);
+            let mut ram_kib = if run.iter().all(|m| m.unreserved) {
+                machines * guest_kib
+            } else {
+                0
+            };
             for mapping in run {
+                let is_ram = ram_kib > 0;
+                ram_kib = ram_kib.saturating_sub(mapping.kib());
                 if is_ram || mapping.name.starts_with("/memfd:memory-backend") {
                     usage.guest += mapping.resident;
+                    usage.guest_anonymous += mapping.anonymous;
                 } else {
                     let name = mapping.name.to_owned();
                     *usage.beside.entry(name).or_default() += mapping.resident;
@@ -65,6 +82,11 @@ impl Usage {
     /// programs' and libraries' pages, which are in the host's page cache once for all.
     pub(crate) fn private_kib(&self) -> u64 {
         self.private
+    }
+
+    /// Guest memory that is not shared with other machines by a file.
+    pub(crate) fn guest_anonymous_kib(&self) -> u64 {
+        self.guest_anonymous
     }
 
     pub(crate) fn guest_mib(&self) -> f64 {
@@ -108,7 +130,8 @@ fn mappings(smaps: &str) -> Vec<Mapping<'_>> {
             } else if let Some(anonymous) = field(line, "Anonymous:") {
                 mapping.anonymous = anonymous;
             } else if let Some(flags) = line.strip_prefix("VmFlags:") {
-                mapping.unreserved = flags.split_ascii_whitespace().any(|flag| flag == "nr");
+                let has = |wanted| flags.split_ascii_whitespace().any(|flag| flag == wanted);
+                mapping.unreserved = has("nr") && has("wr");
             }
         }
     }
@@ -181,12 +204,15 @@ Rss:                1024 kB\nAnonymous: 24 kB\nVmFlags: rd wr nr\n\
 7f1002000000-7f1010000000 rw-p 00000000 00:00 0 \n\
 Rss:                1024 kB\nAnonymous: 1024 kB\nVmFlags: rd wr nr\n\
 7f1010000000-7f1010002000 rw-p 00000000 00:00 0 \n\
-Rss:                   8 kB\nAnonymous: 8 kB\nVmFlags: rd wr\n";
+Rss:                   8 kB\nAnonymous: 8 kB\nVmFlags: rd wr nr\n\
+7f1010002000-7f1014000000 ---p 00000000 00:00 0 \n\
+Rss:                   0 kB\nAnonymous: 0 kB\nVmFlags: mr mw nr\n";
         let usage = Usage::parse(smaps, 256 << 10);
         assert_eq!(
             usage,
             Usage {
                 guest: 8192,
+                guest_anonymous: 3096,
                 beside: BTreeMap::from([
                     ("/usr/bin/x-y".to_owned(), 32),
                     (ANONYMOUS.to_owned(), 8)
