@@ -9,10 +9,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::process::{Command, ExitCode};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bantam::{EngineChoice, EngineKind, ImageSource, Machine};
+use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use tracing::Event;
 use tracing::field::{Field, Visit};
@@ -30,6 +31,8 @@ const SOFTWARE_KVM: &str = "BANTAM_SOFTWARE_KVM";
 const STARTS: usize = 3;
 /// Until the guest is given up: it cannot say hello on a software KVM.
 const PATIENCE: Duration = Duration::from_millis(50);
+/// The thread of the machine's one vCPU.
+const VCPU: &str = "vcpu0";
 /// A file that is not there, looked for where the count of system calls begins.
 const BEGIN: &str = "/bantam-bench-begin";
 
@@ -113,7 +116,9 @@ pub(crate) fn measure(
                 ] {
                     at(step).into_iter().for_each(|ms| add(name, ms));
                 }
-                add("host side: teardown", gone - kill);
+                let vcpu = at(VCPU).unwrap_or(0.0);
+                add("host side: teardown, without the vCPU", gone - kill - vcpu);
+                add("host side: teardown, the vCPU until it stops", vcpu);
             }
         }
     }
@@ -185,37 +190,79 @@ fn calls_between(log: &str) -> Vec<f64> {
 
 /// Collects the steps that the engine tells.
 #[derive(Clone, Default)]
-struct StepLog(Arc<Mutex<Steps>>);
+struct StepLog(Arc<Mutex<Told>>);
+
+#[derive(Default)]
+struct Told {
+    steps: Steps,
+    /// The vCPU's thread's processor time when the machine was killed.
+    vcpu_at_kill: u64,
+    /// The same when it had left the guest for good.
+    vcpu_at_end: u64,
+}
 
 impl StepLog {
     /// What was told, counted from the call; then forgotten.
     fn take(&self) -> Steps {
-        let mut steps = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        let start = steps.get("call").copied().unwrap_or(0);
-        for us in steps.values_mut() {
+        let mut told = std::mem::take(&mut *self.lock());
+        let start = told.steps.get("call").copied().unwrap_or(0);
+        for us in told.steps.values_mut() {
             *us = us.saturating_sub(start);
         }
-        steps
+        let vcpu = told.vcpu_at_end.saturating_sub(told.vcpu_at_kill);
+        told.steps.insert(VCPU.to_owned(), vcpu);
+        told.steps
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Told> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Listen for StepLog {
-    const TARGET: &'static str = "bantam_vmm::timeline";
+    const TARGET: &'static str = "bantam_vmm";
 
     fn hear(&self, event: &Event<'_>) {
         let mut step = Step::default();
         event.record(&mut step);
         if let Some(name) = step.name {
-            let mut steps = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            steps.entry(name).or_insert(step.cpu_us);
+            if name == "kill" {
+                self.lock().vcpu_at_kill = thread_named(VCPU).map_or(0, processor_time_us);
+            }
+            self.lock().steps.entry(name).or_insert(step.cpu_us);
+        } else if step.vcpu_ended {
+            self.lock().vcpu_at_end = processor_time_us(nix::unistd::gettid().as_raw());
         }
     }
+}
+
+/// The thread of this process with that name.
+fn thread_named(name: &str) -> Option<i32> {
+    let mut threads = fs::read_dir("/proc/self/task").ok()?.flatten();
+    let found = threads.find(|thread| {
+        let called = fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
+        called.trim_end() == name
+    })?;
+    found.file_name().to_str()?.parse().ok()
+}
+
+/// What one thread of this process has used of the processor, to the moment: `/proc` is behind by up
+/// to a tick.
+fn processor_time_us(thread: i32) -> u64 {
+    // The kernel's numbers of such clocks: the complement of the thread's, "of a thread", "by the
+    // scheduler".
+    let clock = ClockId::from_raw(!thread << 3 | 4 | 2);
+    clock_gettime(clock).map_or(0, |time| {
+        let us = time.tv_sec() * 1_000_000 + time.tv_nsec() / 1000;
+        u64::try_from(us).unwrap_or(0)
+    })
 }
 
 #[derive(Default)]
 struct Step {
     name: Option<String>,
     cpu_us: u64,
+    vcpu_ended: bool,
 }
 
 impl Visit for Step {
@@ -229,6 +276,8 @@ impl Visit for Step {
         if field.name() == "cpu_us" {
             self.cpu_us = value;
         }
+        // Only its end is told with it.
+        self.vcpu_ended |= field.name() == "vcpu";
     }
 
     fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
