@@ -84,14 +84,26 @@ fn boot(image: &str, started: u64) -> Result<(), Error> {
         let at = timeline.get(phase).unwrap_or_default().as_nanos();
         line.push_str(&format!(" {}={}", phase.name(), u128::from(before) + at));
     }
+    let (killed, cpu) = (clock_ns(), cpu_ns());
     machine.kill();
+    let (took, used) = (clock_ns() - killed, cpu_ns() - cpu);
+    line.push_str(&format!(" teardown_took={took} teardown_cpu={used}"));
     let _ = writeln!(io::stdout(), "{line}");
     Ok(())
 }
 
 /// The monotonic clock, which all processes read alike.
 fn clock_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
+    nanoseconds(ClockId::Monotonic)
+}
+
+/// What this process's threads have used of the processor, also in the kernel.
+fn cpu_ns() -> u64 {
+    nanoseconds(ClockId::ProcessCPUTime)
+}
+
+fn nanoseconds(clock: ClockId) -> u64 {
+    let now = clock_gettime(clock);
     let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
     seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
 }
