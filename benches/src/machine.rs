@@ -151,9 +151,7 @@ pub(crate) fn stream(bench: &Bench, report: &mut Report, progress: Progress) -> 
     let mut sink = Sink {
         sampled: 0,
         bytes: 0,
-        before_kib: own_kib()?,
-        first_kib: None,
-        most_kib: 0,
+        samples_kib: vec![own_kib()?],
     };
     // In large pieces: busybox's `head` reads and writes byte by byte, which is what it would measure.
     let source = format!("dd if=/dev/zero bs=65536 count={}", mib << 4);
@@ -176,7 +174,6 @@ pub(crate) fn stream(bench: &Bench, report: &mut Report, progress: Progress) -> 
     }
     let engine = bench.engine.name();
     let rate = finished.stdout_bytes as f64 / 1e6 / seconds;
-    let growth = sink.most_kib.saturating_sub(sink.before_kib);
     let bytes = finished.stdout_bytes as f64;
     report.add("stream from a command", engine, "MB/s", vec![rate]);
     report.add(
@@ -185,16 +182,18 @@ pub(crate) fn stream(bench: &Bench, report: &mut Report, progress: Progress) -> 
         "MB/s",
         vec![bytes / 1e6 / pipe_seconds],
     );
-    let first_kib = sink.first_kib.unwrap_or(sink.before_kib);
-    let later = sink.most_kib.saturating_sub(first_kib);
-    for (name, kib) in [
-        ("memory growth while streaming", growth),
+    let (first_half, _) = sink.samples_kib.split_at(sink.samples_kib.len() / 2);
+    let most = |samples: &[u64]| samples.iter().copied().max().unwrap_or(0);
+    let before = sink.samples_kib.first().copied().unwrap_or(0);
+    for (name, from) in [
+        ("memory growth while streaming", before),
         (
-            "memory growth while streaming: after the first 32 MiB",
-            later,
+            "memory growth while streaming: in the second half",
+            most(first_half),
         ),
     ] {
-        report.add(name, engine, "KiB", vec![kib as f64]);
+        let growth = most(&sink.samples_kib).saturating_sub(from);
+        report.add(name, engine, "KiB", vec![growth as f64]);
     }
     Ok(())
 }
@@ -207,10 +206,8 @@ fn own_kib() -> Result<u64, Error> {
 struct Sink {
     bytes: u64,
     sampled: u64,
-    before_kib: u64,
-    /// When it was looked at first.
-    first_kib: Option<u64>,
-    most_kib: u64,
+    /// This process's memory before the stream and during it.
+    samples_kib: Vec<u64>,
 }
 
 impl Write for Sink {
@@ -218,9 +215,7 @@ impl Write for Sink {
         self.bytes += bytes.len() as u64;
         if self.bytes - self.sampled >= SAMPLE_BYTES {
             self.sampled = self.bytes;
-            let now = own_kib().map_err(io::Error::other)?;
-            self.first_kib.get_or_insert(now);
-            self.most_kib = self.most_kib.max(now);
+            self.samples_kib.push(own_kib().map_err(io::Error::other)?);
         }
         Ok(bytes.len())
     }
