@@ -47,7 +47,7 @@ const LIBRARY_DIRS: [&str; 4] = [
 const PASSED_VARIABLES: [&str; 4] = ["BANTAM_", "RUST_", "XDG_CACHE_HOME", "NO_COLOR"];
 
 /// Exit code of a command that ran past its time, as `timeout(1)` gives it.
-const TIMED_OUT: u8 = 124;
+pub(crate) const TIMED_OUT: u8 = 124;
 
 /// A run in the rig.
 #[derive(Args, Clone)]
@@ -224,7 +224,7 @@ fn qemu(args: &RigArgs, kernel: &Path, initramfs: &Path, console: &Path) -> Comm
     // setpriv: whatever ends this process ends QEMU too.
     let mut qemu = Command::new("setpriv");
     qemu.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]);
-    outer_machine(&mut qemu, kernel, initramfs, 2_445_400);
+    outer_machine(&mut qemu, kernel, initramfs, RIG_CLOCK);
     qemu.args(["-smp", &args.cpus.to_string(), "-m", &args.mem.to_string()])
         .arg("-serial")
         .arg(joined("file:", console))
@@ -235,9 +235,12 @@ fn qemu(args: &RigArgs, kernel: &Path, initramfs: &Path, console: &Path) -> Comm
     qemu
 }
 
-/// What every outer machine is, for QEMU. `tsc_khz` is what its processors' TSC counts, or else its
-/// kernel measures that wrongly.
-pub(crate) fn outer_machine(qemu: &mut Command, kernel: &Path, initramfs: &Path, tsc_khz: u32) {
+/// The outer kernel cannot measure what its TSC counts. On a busy host the timer's ticks get lost, and a
+/// kernel that compares the TSC with them takes the ticks for its clock: ten milliseconds each.
+const RIG_CLOCK: &str = "tsc_early_khz=2445400 tsc=reliable";
+
+/// What every outer machine is, for QEMU. `clock` are the kernel's words about its processors' TSC.
+pub(crate) fn outer_machine(qemu: &mut Command, kernel: &Path, initramfs: &Path, clock: &str) {
     qemu.args([
         "-M",
         "microvm,x-option-roms=off,rtc=off,isa-serial=on,acpi=off,pit=on,pic=on",
@@ -251,7 +254,7 @@ pub(crate) fn outer_machine(qemu: &mut Command, kernel: &Path, initramfs: &Path,
     .arg("-append")
     .arg(format!(
         "console=ttyS0 quiet reboot=t panic=-1 mitigations=off rootfstype=tmpfs \
-         tsc_early_khz={tsc_khz}"
+         {clock}"
     ));
 }
 

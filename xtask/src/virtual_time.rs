@@ -185,7 +185,7 @@ fn qemu(kernel: &Path, initramfs: &Path, seconds: u32) -> Command {
         .args(["-icount", "shift=0,sleep=off", "-smp", "1", "-m", "2048"])
         .args(["-serial", "stdio"]);
     // Under -icount the TSC counts nanoseconds.
-    rig::outer_machine(&mut qemu, kernel, initramfs, 1_000_000);
+    rig::outer_machine(&mut qemu, kernel, initramfs, "tsc_early_khz=1000000");
     qemu.stdin(Stdio::null()).stderr(Stdio::inherit());
     qemu
 }
