@@ -23,6 +23,8 @@ pub(super) const COUNTED: usize = 3;
 /// In the rig everything takes some twenty times as long.
 const RIG_RUNS: usize = 3;
 const RIG_SECONDS: u64 = 2400;
+/// Memory of the outer machine in MiB.
+const RIG_MIB: u32 = 2048;
 /// Where the rig finds programs of this host that are measured or measure.
 const PROGRAMS: &str = "/usr";
 
@@ -40,6 +42,31 @@ impl Request {
     fn has(&self, engine: Engine) -> bool {
         self.engines.is_empty() || self.engines.contains(&engine)
     }
+
+    /// One part after the other, each in a rig of its own: a foreign program that hangs must not take
+    /// our numbers with it.
+    fn parts(&self, engine: Engine) -> Vec<Self> {
+        let (foreign, ours): (Vec<String>, Vec<String>) = (self.filters.iter().cloned())
+            .partition(|filter| engine == Engine::Native && filter == SMOLVM);
+        let part = |filters| Self {
+            engines: vec![engine],
+            filters,
+            ..*self
+        };
+        let asked = engine == Engine::Native && self.peers && self.filters.is_empty();
+        let mut parts = Vec::new();
+        if !ours.is_empty() || foreign.is_empty() {
+            parts.push(part(ours));
+        }
+        if asked || !foreign.is_empty() {
+            parts.push(part(vec![SMOLVM.to_owned()]));
+        }
+        parts
+    }
+
+    fn is_foreign(&self) -> bool {
+        self.filters == [SMOLVM]
+    }
 }
 
 /// Builds and measures.
@@ -55,19 +82,15 @@ pub(super) fn all(request: &Request, progress: &Progress) -> Result<Results> {
             continue;
         }
         let in_rig = engine == Engine::Native && !what.works_here(engine)?;
-        let measure = |request: &Request| match in_rig {
-            true => what.in_rig(request, progress),
-            false => what.here(engine, request),
-        };
-        parts.push(measure(request)?);
-        if engine == Engine::Native && request.peers {
-            // By itself: a foreign program that hangs must not take our numbers with it.
-            let alone = Request {
-                engines: vec![engine],
-                filters: vec![SMOLVM.to_owned()],
-                ..*request
+        for part in request.parts(engine) {
+            let measured = match in_rig {
+                true => what.in_rig(&part, progress),
+                false => what.here(engine, &part),
             };
-            parts.push(measure(&alone).unwrap_or_else(|error| skipped(in_rig, &error)));
+            parts.push(match measured {
+                Err(error) if part.is_foreign() => skipped(in_rig, &error),
+                measured => measured?,
+            });
         }
     }
     let wants_sizes = |filter: &String| "sizes".contains(filter.as_str());
@@ -85,6 +108,8 @@ pub(super) fn all(request: &Request, progress: &Progress) -> Result<Results> {
 
 /// The entry that measures smolvm.
 const SMOLVM: &str = "peer-smolvm";
+/// It unpacks the image in a machine of its own of 8 GiB, which comes to no end in 2 GiB.
+const SMOLVM_RIG_MIB: u32 = 4096;
 
 /// What is known of a peer whose measuring failed.
 fn skipped(in_rig: bool, error: &Error) -> Part {
@@ -194,14 +219,23 @@ impl Measured {
     fn in_rig(&self, request: &Request, progress: &Progress) -> Result<Part> {
         let rig = RigArgs {
             cpus: 1,
-            mem: 2048,
+            mem: if request.is_foreign() {
+                SMOLVM_RIG_MIB
+            } else {
+                RIG_MIB
+            },
             timeout: RIG_SECONDS,
             env: vec![format!("BANTAM_GUEST_DIR={}", self.guest.display())],
             share: vec![PathBuf::from(PROGRAMS)],
             command: self.words(Engine::Native, request, request.runs.min(RIG_RUNS)),
         };
         let out = Shared::default();
-        rig::run(&rig, out.clone(), io::stderr(), progress)?;
+        let outcome = rig::run(&rig, out.clone(), io::stderr(), progress)?;
+        if outcome.code == rig::TIMED_OUT {
+            return Err(Error::other(format!(
+                "the rig was not done after {RIG_SECONDS} s"
+            )));
+        }
         let bytes = out.0.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(Part {
             place: Place::Rig,
@@ -261,5 +295,34 @@ impl Write for Shared {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The filters of each part.
+    fn parts(engine: Engine, filters: &[&str], peers: bool) -> Vec<String> {
+        let request = Request {
+            engines: Vec::new(),
+            filters: filters.iter().map(|&filter| filter.to_owned()).collect(),
+            runs: 1,
+            peers,
+        };
+        let parts = request.parts(engine).into_iter();
+        parts.map(|part| part.filters.join(" ")).collect()
+    }
+
+    #[test]
+    fn a_foreign_program_is_measured_once_and_by_itself() {
+        let native = |filters: &[&str], peers| parts(Engine::Native, filters, peers);
+        assert_eq!(native(&[], true), ["", SMOLVM]);
+        assert_eq!(native(&[], false), [""]);
+        assert_eq!(native(&["exec"], true), ["exec"]);
+        assert_eq!(native(&["exec", SMOLVM], true), ["exec", SMOLVM]);
+        assert_eq!(native(&[SMOLVM], true), [SMOLVM]);
+        assert_eq!(parts(Engine::Emulated, &[], true), [""]);
+        assert_eq!(parts(Engine::Emulated, &[SMOLVM], true), [SMOLVM]);
     }
 }
