@@ -1,9 +1,12 @@
 """Starts machines of smolvm, one after the other: smolvm.py PACKAGE IMAGE MIB.
 
-For each machine one line of JSON: milliseconds from the call to the output of `echo hello`, those
-of `true` in the warm machine, and the process that runs it. The machine lives until a line comes.
+`start` on standard input: a machine is made, and one line of JSON says how many milliseconds it took
+from the call to the output of `echo hello`, those of `true` in the warm machine, the process that runs
+it, and how many connections its agent served before the first command. `delete`: the machine is deleted, and `{}` says that nothing of it runs any more. In between
+this process waits, so that it takes nothing from the machines that are measured in turns with it.
 """
 
+import glob
 import json
 import os
 import sys
@@ -19,31 +22,50 @@ def milliseconds_since(start):
     return (time.perf_counter() - start) * 1000
 
 
-def monitor():
-    """The one process with the guest's memory."""
+def monitors():
+    """The processes that may have a guest's memory."""
+    found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             if os.readlink(f"/proc/{pid}/exe").endswith("smol-vmm"):
-                return int(pid)
+                found.append(int(pid))
         except OSError:
             pass
-    return 0
+    return found
 
 
-while True:
-    start = time.perf_counter()
+def connections_before_command():
+    """By the agent's log: how often it was asked whether it is ready."""
+    (log,) = glob.glob(os.path.expanduser("~/.cache/smolvm/vms/*/agent-console.log"))
+    with open(log, encoding="utf-8", errors="replace") as text:
+        return text.read().partition('"running command"')[0].count('"accepted connection"')
+
+
+def start():
+    begin = time.perf_counter()
     resources = ResourceSpec(cpus=1, memory_mb=int(mib))
     machine = Machine.create(MachineConfig(image=image, resources=resources))
     said = machine.exec(["echo", "hello"]).stdout
-    output = milliseconds_since(start)
+    output = milliseconds_since(begin)
     assert said == "hello\n", said
     trips = []
     for _ in range(10):
-        start = time.perf_counter()
+        begin = time.perf_counter()
         machine.exec(["true"])
-        trips.append(milliseconds_since(start))
-    print(json.dumps({"output": output, "exec": trips, "pid": monitor()}), flush=True)
-    go_on = sys.stdin.readline()
+        trips.append(milliseconds_since(begin))
+    (pid,) = monitors()
+    served = connections_before_command()
+    return machine, {"output": output, "exec": trips, "pid": pid, "connections": served}
+
+
+def delete(machine):
     machine.delete()
-    if not go_on:
-        break
+    while monitors():
+        time.sleep(0.01)
+    return None, {}
+
+
+machine = None
+for order in sys.stdin:
+    machine, answer = delete(machine) if machine else start()
+    print(json.dumps(answer), flush=True)
