@@ -68,11 +68,12 @@ impl Timer {
         Ok(())
     }
 
-    /// It has rung. Also when it was set again meanwhile.
-    pub(crate) fn drain(&self) -> io::Result<()> {
+    /// Whether it has rung since it was last set or asked.
+    pub(crate) fn drain(&self) -> io::Result<bool> {
         match rustix::io::read(&self.0, &mut [0; 8]) {
-            Err(errno) if errno != rustix::io::Errno::AGAIN => Err(errno.into()),
-            _ => Ok(()),
+            Ok(_) => Ok(true),
+            Err(rustix::io::Errno::AGAIN) => Ok(false),
+            Err(errno) => Err(errno.into()),
         }
     }
 }

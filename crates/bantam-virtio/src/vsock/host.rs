@@ -38,6 +38,8 @@ struct State {
     watcher: Option<Watcher>,
     /// The worker has nothing to do and has to be woken.
     asleep: bool,
+    /// The timer is to ring for something that waits.
+    armed: bool,
     /// The device is gone for good.
     closed: bool,
 }
@@ -99,6 +101,7 @@ impl Shared {
     pub(super) fn detach(&self) {
         let mut state = self.lock();
         state.watcher = None;
+        state.armed = false;
         for (_, stream) in state.parted.drain(..) {
             end(&stream);
         }
@@ -111,6 +114,7 @@ impl Shared {
         &self.wake
     }
 
+    /// For the muxer's poller; see [`has_rung`](Self::has_rung).
     pub(super) fn timer(&self) -> &Timer {
         &self.timer
     }
@@ -124,12 +128,35 @@ impl Shared {
         }
     }
 
-    /// Wakes the muxer in a while, and not before, unless there is something that cannot wait.
+    /// Wakes the muxer in a while at the latest. What waits longer already is not put off.
     pub(super) fn wake_after(&self, patience: Duration) {
+        let mut state = self.lock();
+        if state.armed {
+            return;
+        }
+        state.armed = true;
         if let Err(error) = self.timer.set(patience) {
             tracing::error!(%error, "setting the vsock worker's timer");
             self.wake_muxer();
         }
+    }
+
+    /// The guest has said all that was expected of it. A timer that was set for that may still ring.
+    pub(super) fn nothing_expected(&self) {
+        let mut state = self.lock();
+        if state.parted.is_empty() {
+            state.armed = false;
+        }
+    }
+
+    /// The timer may have rung. Whether it did, and for something that still waits.
+    pub(super) fn has_rung(&self) -> io::Result<bool> {
+        let mut state = self.lock();
+        let rung = self.timer.drain()? && state.armed;
+        if rung {
+            state.armed = false;
+        }
+        Ok(rung)
     }
 
     /// The worker is about to wait. False if there is a connection to open before that.
@@ -280,7 +307,8 @@ impl Vsock {
 
     /// The same, with the first bytes, or as many of them as a socket takes. If the device has nothing
     /// else to do, the calling thread itself puts the first [`EARLY_DATA`](super::EARLY_DATA) of
-    /// them into the guest's ring, and no thread of the host is woken.
+    /// them into the guest's ring, and no thread of the host is woken. What it calls for that: `sendto`,
+    /// `readv`, `shutdown`, `epoll_ctl`, `timerfd_settime`, and `write` to eventfds.
     ///
     /// # Errors
     /// As [`Vsock::connect`].

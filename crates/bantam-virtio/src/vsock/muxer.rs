@@ -99,13 +99,32 @@ pub(super) fn run(
     let muxer = Muxer::new(rings, shared.clone(), poller.watcher(), guest_cid)?;
     shared.attach(poller.watcher());
     *lock(slot) = Some(muxer);
+    let serving = Serving { shared, slot };
     let result = serve(stop, &mut poller, shared, slot);
-    shared.detach();
-    let muxer = lock(slot).take();
-    if let Some(muxer) = muxer {
+    if let Some(muxer) = serving.end() {
         muxer.finish();
     }
     result
+}
+
+/// While the worker serves the muxer. However that ends, streams do not stay behind that nobody serves.
+struct Serving<'a> {
+    shared: &'a Shared,
+    slot: &'a Slot,
+}
+
+impl Serving<'_> {
+    fn end(&self) -> Option<Muxer> {
+        self.shared.detach();
+        lock(self.slot).take()
+    }
+}
+
+impl Drop for Serving<'_> {
+    fn drop(&mut self) {
+        // Only a panic leaves a muxer here.
+        drop(self.end());
+    }
 }
 
 fn serve(stop: &Stop, poller: &mut Poller, shared: &Shared, slot: &Slot) -> io::Result<()> {
@@ -199,8 +218,9 @@ impl Muxer {
                 STOP => {}
                 WAKE => sys::drain(self.shared.wake())?,
                 TIMER => {
-                    self.shared.timer().drain()?;
-                    self.look();
+                    if self.shared.has_rung()? {
+                        self.look();
+                    }
                 }
                 RX_KICK => self.kicked(RX_KICK, event.hung_up)?,
                 TX_KICK => self.kicked(TX_KICK, event.hung_up)?,
@@ -267,6 +287,8 @@ impl Muxer {
         let expected = self.expected();
         if expected > 0 {
             self.shared.wake_after(ANSWER_PATIENCE);
+        } else {
+            self.shared.nothing_expected();
         }
         // Without room for answers the transmit ring waits for receive buffers; with news for the
         // guest and no buffer, a kick of the receive ring is wanted, and not otherwise.

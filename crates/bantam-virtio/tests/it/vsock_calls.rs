@@ -3,9 +3,14 @@
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use bantam_virtio::testing::{Buffer, Transport};
+use bantam_virtio::testing::{Buffer, Guest, Transport};
 use bantam_virtio::vsock::{EARLY_DATA, MAX_CONNECTIONS, Opened};
+use bantam_virtio::{
+    Activation, EventFd, Interrupt, QueueWiring, VirtioDevice, VsockDevice, features,
+};
 
 use crate::vsock_driver::{
     CREDIT_REQUEST, CREDIT_UPDATE, Driver, Packet, REQUEST, RESPONSE, RST, RW, SHUTDOWN,
@@ -314,4 +319,116 @@ fn a_reset_while_callers_call_loses_no_thread_and_no_stream() {
     }
     drop(driver);
     assert_eq!(caller.join().unwrap(), Some(ErrorKind::BrokenPipe));
+}
+
+#[test]
+fn who_calls_again_and_again_does_not_keep_another_streams_answer_waiting() {
+    const CALLS: usize = 150;
+    let mut driver = Driver::ready(Transport::Direct);
+    // The device learns that this guest tells its credit, and expects a packet more from then on.
+    let (mut other, request) = called(&mut driver, b"the other");
+    driver.send(&answer(&request, CREDIT_UPDATE));
+    // Until it has nothing to look after.
+    std::thread::sleep(Duration::from_millis(100));
+    let vsock = driver.vsock.clone();
+    let arrived = Arc::new(AtomicBool::new(false));
+    let caller = std::thread::spawn({
+        let arrived = arrived.clone();
+        move || {
+            let mut opened = Vec::new();
+            while opened.len() < CALLS && !arrived.load(Ordering::Acquire) {
+                opened.push(vsock.connect_with(PORT, b"call").unwrap());
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            opened.len()
+        }
+    });
+    for _ in 0..10 {
+        driver.expect(REQUEST);
+        driver.expect(RW);
+    }
+    // A guest that does not kick when it was not asked to, and answers none of the calls.
+    let bytes = [answer(&request, RW).data(b"x").header(), b"x".to_vec()].concat();
+    let len = u32::try_from(bytes.len()).unwrap();
+    let addr = driver.guest.place(&bytes);
+    driver.guest.rings[1].add(&[Buffer::readable(addr, len)]);
+    if driver.guest.rings[1].wants_kick() {
+        driver.guest.rings[1].kick();
+    }
+    let reader = std::thread::spawn(move || {
+        let read = other.stream.read_exact(&mut [0]);
+        arrived.store(true, Ordering::Release);
+        read
+    });
+    // The callers' packets need room, so that nothing else holds them up.
+    while !reader.is_finished() {
+        driver.receive_for(Duration::from_millis(20));
+    }
+    reader.join().unwrap().unwrap();
+    assert!(
+        caller.join().unwrap() < CALLS,
+        "it came when the calls ended"
+    );
+}
+
+/// An interrupt line that panics when it is told to.
+struct Broken(AtomicBool);
+
+impl Interrupt for Broken {
+    fn used_queue(&self, _: u16) {
+        assert!(
+            !self.0.load(Ordering::Acquire),
+            "a bug in the worker's pass"
+        );
+    }
+    fn config_changed(&self) {}
+    fn needs_reset(&self) {}
+}
+
+#[test]
+fn streams_end_when_the_worker_panics() {
+    let (mut device, vsock) = VsockDevice::new(3).unwrap();
+    // Its rings and memory are what is wanted of it.
+    let (unused, _) = VsockDevice::new(3).unwrap();
+    let mut guest = Guest::attach(Transport::Direct, Box::new(unused), u16::MAX);
+    let configs = guest.configs();
+    let broken = Arc::new(Broken(AtomicBool::new(false)));
+    let features = device.features() | features::TRANSPORT;
+    let kicks: Vec<_> = (0..3)
+        .map(|_| EventFd::new(libc::EFD_NONBLOCK).unwrap())
+        .collect();
+    let wiring = |index: u16| QueueWiring {
+        index,
+        max_size: guest.rings[usize::from(index)].size(),
+        memory: guest.memory.clone(),
+        features,
+        kick: kicks[usize::from(index)].try_clone().unwrap(),
+        interrupt: broken.clone(),
+        cursor: Arc::default(),
+    };
+    let queues = (0..3).zip(&configs);
+    let queues = queues.map(|(index, config)| config.activate(wiring(index)).unwrap());
+    let queues = queues.collect();
+    let memory = guest.memory.clone();
+    device
+        .activate(Activation {
+            memory,
+            features,
+            queues,
+        })
+        .unwrap();
+    let room = guest.alloc(8 * 4096);
+    for n in 0..8 {
+        guest.rings[0].add(&[Buffer::writable(room + n * 4096, 4096)]);
+    }
+    kicks[0].write(1).unwrap();
+    let mut opened = vsock.connect_with(PORT, b"call").unwrap();
+    broken.0.store(true, Ordering::Release);
+    // Whatever it is: the guest is told that its buffer was used.
+    let addr = guest.alloc(64);
+    guest.rings[1].add(&[Buffer::readable(addr, 44)]);
+    kicks[1].write(1).unwrap();
+    let patience = Some(Duration::from_secs(20));
+    opened.stream.set_read_timeout(patience).unwrap();
+    assert_eq!(opened.stream.read(&mut [0]).unwrap(), 0);
 }
