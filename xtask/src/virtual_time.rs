@@ -90,7 +90,7 @@ pub(crate) fn run(args: &VirtualTimeArgs) -> Result<()> {
             &host::target_dir().join("release/bantam-bench"),
             0o755,
         )?,
-        // Read-only, as installed: such files are mapped, others copied.
+        // Read-only, as installed: of such a kernel most is mapped, others are copied.
         host_file("guest/vmlinux", &kernel, 0o444)?,
         host_file("guest/initramfs.cpio", &guest.join("initramfs.cpio"), 0o444)?,
     ];
