@@ -196,22 +196,46 @@ struct StepLog(Arc<Mutex<Told>>);
 struct Told {
     steps: Steps,
     /// The vCPU's thread's processor time when the machine was killed.
-    vcpu_at_kill: u64,
+    vcpu_at_kill: Option<u64>,
     /// The same when it had left the guest for good.
-    vcpu_at_end: u64,
+    vcpu_at_end: Option<u64>,
+}
+
+impl Told {
+    /// Takes in what the engine tells; `vcpu_now` reads the vCPU's clock.
+    fn hear(&mut self, step: Step, vcpu_now: impl FnOnce() -> Option<u64>) {
+        if let Some(name) = step.name {
+            // A machine that is dropped is killed once more, when its threads are gone.
+            let first = !self.steps.contains_key(&name);
+            if first && name == "kill" {
+                self.vcpu_at_kill = vcpu_now();
+            }
+            self.steps.entry(name).or_insert(step.cpu_us);
+        } else if step.vcpu_ended {
+            self.vcpu_at_end = vcpu_now();
+        }
+    }
+
+    /// All that was told, counted from the call.
+    fn steps(mut self) -> Steps {
+        let start = self.steps.get("call").copied().unwrap_or(0);
+        for us in self.steps.values_mut() {
+            *us = us.saturating_sub(start);
+        }
+        // One that had ended before the kill has no part in the teardown.
+        let vcpu = match (self.vcpu_at_kill, self.vcpu_at_end) {
+            (Some(kill), Some(end)) => end.saturating_sub(kill),
+            _ => 0,
+        };
+        self.steps.insert(VCPU.to_owned(), vcpu);
+        self.steps
+    }
 }
 
 impl StepLog {
     /// What was told, counted from the call; then forgotten.
     fn take(&self) -> Steps {
-        let mut told = std::mem::take(&mut *self.lock());
-        let start = told.steps.get("call").copied().unwrap_or(0);
-        for us in told.steps.values_mut() {
-            *us = us.saturating_sub(start);
-        }
-        let vcpu = told.vcpu_at_end.saturating_sub(told.vcpu_at_kill);
-        told.steps.insert(VCPU.to_owned(), vcpu);
-        told.steps
+        std::mem::take(&mut *self.lock()).steps()
     }
 
     fn lock(&self) -> MutexGuard<'_, Told> {
@@ -225,14 +249,12 @@ impl Listen for StepLog {
     fn hear(&self, event: &Event<'_>) {
         let mut step = Step::default();
         event.record(&mut step);
-        if let Some(name) = step.name {
-            if name == "kill" {
-                self.lock().vcpu_at_kill = thread_named(VCPU).map_or(0, processor_time_us);
-            }
-            self.lock().steps.entry(name).or_insert(step.cpu_us);
-        } else if step.vcpu_ended {
-            self.lock().vcpu_at_end = processor_time_us(nix::unistd::gettid().as_raw());
-        }
+        // The vCPU's own thread tells its end.
+        let own = (step.vcpu_ended).then(|| nix::unistd::gettid().as_raw());
+        self.lock().hear(step, || {
+            own.or_else(|| thread_named(VCPU))
+                .and_then(processor_time_us)
+        });
     }
 }
 
@@ -247,15 +269,13 @@ fn thread_named(name: &str) -> Option<i32> {
 }
 
 /// What one thread of this process has used of the processor, to the moment: `/proc` is behind by up
-/// to a tick.
-fn processor_time_us(thread: i32) -> u64 {
+/// to a tick. `None` if it has ended.
+fn processor_time_us(thread: i32) -> Option<u64> {
     // The kernel's numbers of such clocks: the complement of the thread's, "of a thread", "by the
     // scheduler".
     let clock = ClockId::from_raw(!thread << 3 | 4 | 2);
-    clock_gettime(clock).map_or(0, |time| {
-        let us = time.tv_sec() * 1_000_000 + time.tv_nsec() / 1000;
-        u64::try_from(us).unwrap_or(0)
-    })
+    let time = clock_gettime(clock).ok()?;
+    u64::try_from(time.tv_sec() * 1_000_000 + time.tv_nsec() / 1000).ok()
 }
 
 #[derive(Default)]
@@ -294,5 +314,42 @@ mod tests {
             2 ioctl(5, KVM_RUN\n2 ioctl(5, KVM_RUN\n1 close(3) = 0\n\
             1 stat(\"/bantam-bench-begin\") = -1\n2 +++ exited with 0 +++\n1 ioctl(5, KVM_RUN\n";
         assert_eq!(calls_between(log), [3.0, 0.0]);
+    }
+
+    fn step(name: &str, cpu_us: u64) -> Step {
+        Step {
+            name: Some(name.to_owned()),
+            cpu_us,
+            vcpu_ended: false,
+        }
+    }
+
+    fn end() -> Step {
+        Step {
+            vcpu_ended: true,
+            ..Step::default()
+        }
+    }
+
+    #[test]
+    fn a_machine_that_is_killed_twice_is_measured_at_the_first() {
+        let mut told = Told::default();
+        told.hear(step("call", 100), || None);
+        told.hear(step("kill", 1000), || Some(700));
+        told.hear(end(), || Some(730));
+        told.hear(step("gone", 1500), || None);
+        told.hear(step("kill", 1600), || None);
+        told.hear(step("gone", 1610), || None);
+        let steps = told.steps();
+        assert_eq!((steps["kill"], steps["gone"]), (900, 1400));
+        assert_eq!(steps[VCPU], 30);
+    }
+
+    #[test]
+    fn a_vcpu_that_had_ended_has_no_part_in_the_teardown() {
+        let mut told = Told::default();
+        told.hear(end(), || Some(730));
+        told.hear(step("kill", 1000), || None);
+        assert_eq!(told.steps()[VCPU], 0);
     }
 }
