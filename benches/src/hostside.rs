@@ -31,8 +31,8 @@ const SOFTWARE_KVM: &str = "BANTAM_SOFTWARE_KVM";
 const STARTS: usize = 3;
 /// Until the guest is given up: it cannot say hello on a software KVM.
 const PATIENCE: Duration = Duration::from_millis(50);
-/// The thread of the machine's one vCPU.
-const VCPU: &str = "vcpu0";
+/// What the machine's one vCPU uses from the kill to its end, among the steps.
+const VCPU: &str = "vcpu";
 /// A file that is not there, looked for where the count of system calls begins.
 const BEGIN: &str = "/bantam-bench-begin";
 
@@ -195,24 +195,29 @@ struct StepLog(Arc<Mutex<Told>>);
 #[derive(Default)]
 struct Told {
     steps: Steps,
-    /// The vCPU's thread's processor time when the machine was killed.
+    /// The vCPU's thread.
+    vcpu: Option<i32>,
+    /// Its processor time when the machine was killed.
     vcpu_at_kill: Option<u64>,
     /// The same when it had left the guest for good.
     vcpu_at_end: Option<u64>,
 }
 
 impl Told {
-    /// Takes in what the engine tells; `vcpu_now` reads the vCPU's clock.
-    fn hear(&mut self, step: Step, vcpu_now: impl FnOnce() -> Option<u64>) {
+    /// Takes in what a thread of the engine tells; `clock` reads the processor time of a thread.
+    fn hear(&mut self, step: Step, thread: i32, clock: impl FnOnce(i32) -> Option<u64>) {
         if let Some(name) = step.name {
             // A machine that is dropped is killed once more, when its threads are gone.
             let first = !self.steps.contains_key(&name);
-            if first && name == "kill" {
-                self.vcpu_at_kill = vcpu_now();
+            match name.as_str() {
+                // The vCPU itself tells it. To look for its thread at the kill would be measured.
+                "first_run" => self.vcpu = Some(thread),
+                "kill" if first => self.vcpu_at_kill = self.vcpu.and_then(clock),
+                _ => {}
             }
             self.steps.entry(name).or_insert(step.cpu_us);
         } else if step.vcpu_ended {
-            self.vcpu_at_end = vcpu_now();
+            self.vcpu_at_end = clock(thread);
         }
     }
 
@@ -249,23 +254,9 @@ impl Listen for StepLog {
     fn hear(&self, event: &Event<'_>) {
         let mut step = Step::default();
         event.record(&mut step);
-        // The vCPU's own thread tells its end.
-        let own = (step.vcpu_ended).then(|| nix::unistd::gettid().as_raw());
-        self.lock().hear(step, || {
-            own.or_else(|| thread_named(VCPU))
-                .and_then(processor_time_us)
-        });
+        let thread = nix::unistd::gettid().as_raw();
+        self.lock().hear(step, thread, processor_time_us);
     }
-}
-
-/// The thread of this process with that name.
-fn thread_named(name: &str) -> Option<i32> {
-    let mut threads = fs::read_dir("/proc/self/task").ok()?.flatten();
-    let found = threads.find(|thread| {
-        let called = fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
-        called.trim_end() == name
-    })?;
-    found.file_name().to_str()?.parse().ok()
 }
 
 /// What one thread of this process has used of the processor, to the moment: `/proc` is behind by up
@@ -331,15 +322,21 @@ mod tests {
         }
     }
 
+    const CALLER: i32 = 1;
+    const THREAD: i32 = 2;
+
     #[test]
     fn a_machine_that_is_killed_twice_is_measured_at_the_first() {
         let mut told = Told::default();
-        told.hear(step("call", 100), || None);
-        told.hear(step("kill", 1000), || Some(700));
-        told.hear(end(), || Some(730));
-        told.hear(step("gone", 1500), || None);
-        told.hear(step("kill", 1600), || None);
-        told.hear(step("gone", 1610), || None);
+        let gone = |_| None;
+        told.hear(step("call", 100), CALLER, gone);
+        told.hear(step("first_run", 200), THREAD, gone);
+        let clock = |thread| (thread == THREAD).then_some(700);
+        told.hear(step("kill", 1000), CALLER, clock);
+        told.hear(end(), THREAD, |_| Some(730));
+        told.hear(step("gone", 1500), CALLER, gone);
+        told.hear(step("kill", 1600), CALLER, gone);
+        told.hear(step("gone", 1610), CALLER, gone);
         let steps = told.steps();
         assert_eq!((steps["kill"], steps["gone"]), (900, 1400));
         assert_eq!(steps[VCPU], 30);
@@ -348,8 +345,9 @@ mod tests {
     #[test]
     fn a_vcpu_that_had_ended_has_no_part_in_the_teardown() {
         let mut told = Told::default();
-        told.hear(end(), || Some(730));
-        told.hear(step("kill", 1000), || None);
+        told.hear(step("first_run", 200), THREAD, |_| None);
+        told.hear(end(), THREAD, |_| Some(730));
+        told.hear(step("kill", 1000), CALLER, |_| None);
         assert_eq!(told.steps()[VCPU], 0);
     }
 }
