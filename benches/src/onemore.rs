@@ -7,8 +7,11 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use bantam::{EngineChoice, Home, Machine, MachineName, Machines};
 
@@ -22,6 +25,8 @@ use crate::{Error, Progress};
 const FURTHER: u32 = 3;
 /// Where control groups (version 2) are.
 const GROUPS: &str = "/sys/fs/cgroup";
+/// Which accounts the groups below one have.
+const CONTROL: &str = "cgroup.subtree_control";
 /// Numbers of `memory.stat` that together are all that is charged, and those that are part of
 /// `kernel`, by what they are called here.
 const WHOLE: [(&str, &str); 3] = [
@@ -43,27 +48,58 @@ const ANONYMOUS: &str = WHOLE[0].1;
 /// Bytes by what they are for.
 type Parts = BTreeMap<&'static str, u64>;
 
+/// The account of memory of the groups below the root, there while this is.
+struct Account {
+    /// Nobody had turned it on before.
+    ours: bool,
+}
+
+impl Account {
+    fn open() -> Result<Self, Error> {
+        let root = Path::new(GROUPS);
+        let controllers = fs::read_to_string(root.join("cgroup.controllers")).unwrap_or_default();
+        if !has_memory(&controllers) {
+            return Err(Error::Other(format!(
+                "{GROUPS} has no account of memory (cgroup version 2)"
+            )));
+        }
+        let control = root.join(CONTROL);
+        let on = fs::read_to_string(&control).map_err(Error::file("reading", &control))?;
+        let ours = !has_memory(&on);
+        if ours {
+            write(&control, "+memory")?;
+        }
+        Ok(Self { ours })
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        if self.ours {
+            // Fails, and rightly, if a group has turned it on for those below itself meanwhile.
+            let _ = write(&Path::new(GROUPS).join(CONTROL), "-memory");
+        }
+    }
+}
+
+/// Is memory among these controllers?
+fn has_memory(controllers: &str) -> bool {
+    controllers.split_whitespace().any(|one| one == "memory")
+}
+
 /// A control group, there while this is.
 struct Group(PathBuf);
 
 impl Group {
     fn new(name: &str) -> Result<Self, Error> {
-        let root = Path::new(GROUPS);
-        let controllers = fs::read_to_string(root.join("cgroup.controllers")).unwrap_or_default();
-        if !controllers.split_whitespace().any(|one| one == "memory") {
-            return Err(Error::Other(format!(
-                "{GROUPS} has no account of memory (cgroup version 2)"
-            )));
-        }
-        write(&root.join("cgroup.subtree_control"), "+memory")?;
-        let group = root.join(format!("{}{name}", prefix()));
+        let group = Path::new(GROUPS).join(format!("{}{name}", prefix()));
         fs::create_dir(&group).map_err(Error::file("creating", &group))?;
         Ok(Self(group))
     }
 
     /// Takes this process in, for what it asks for from now on.
     fn enter(&self) -> Result<(), Error> {
-        write(&self.0.join("cgroup.procs"), "0")
+        enter(&self.0)
     }
 
     /// What it is charged, in bytes.
@@ -76,9 +112,41 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // One whose processes are still ending stays, empty; it does no harm.
-        let _ = fs::remove_dir(&self.0);
+        // One that stays is empty and does no harm.
+        let _ = while_busy(|| fs::remove_dir(&self.0));
     }
+}
+
+/// Tries again for up to a second: a machine is free for others before its process is gone, which
+/// has to leave its group.
+fn while_busy(mut remove: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    for _ in 0..100 {
+        match remove() {
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+                thread::sleep(Duration::from_millis(10));
+            }
+            done => return done,
+        }
+    }
+    remove()
+}
+
+fn enter(group: &Path) -> Result<(), Error> {
+    write(&group.join("cgroup.procs"), "0")
+}
+
+/// The group in which this process is.
+fn current() -> Result<PathBuf, Error> {
+    let path = Path::new("/proc/self/cgroup");
+    let text = fs::read_to_string(path).map_err(Error::file("reading", path))?;
+    let group = unified(&text)
+        .ok_or_else(|| Error::Other(format!("{} has no line of version 2", path.display())))?;
+    Ok(Path::new(GROUPS).join(group))
+}
+
+/// The group of version 2 in a list of a process's groups, below the root.
+fn unified(groups: &str) -> Option<&str> {
+    groups.lines().find_map(|line| line.strip_prefix("0::/"))
 }
 
 fn prefix() -> String {
@@ -111,6 +179,7 @@ fn parts(stat: &str) -> Option<Parts> {
 
 /// Further named machines, each with a process; then further ones of this process's own.
 pub(crate) fn measure(bench: &Bench, report: &mut Report, progress: Progress) -> Result<(), Error> {
+    let _account = Account::open()?;
     progress.say("one more named machine");
     let engine = bench.engine.name();
     add(
@@ -206,10 +275,11 @@ impl Drop for Fleet {
 
 /// Machines in this process.
 fn own(bench: &Bench) -> Result<Vec<Parts>, Error> {
+    let before = current()?;
     let group = Group::new("own")?;
     group.enter()?;
     let further = further_own(bench, &group);
-    write(&Path::new(GROUPS).join("cgroup.procs"), "0")?;
+    enter(&before)?;
     further
 }
 
@@ -267,5 +337,37 @@ mod tests {
     #[test]
     fn a_group_without_the_numbers_has_no_parts() {
         assert!(parts("anon 5\nfile 3\n").is_none());
+    }
+
+    #[test]
+    fn the_group_of_a_process_is_the_one_of_version_2() {
+        let scope = "9:name=systemd:/a\n1:cpu:/\n0::/user.slice/session-1.scope\n";
+        assert_eq!(unified(scope), Some("user.slice/session-1.scope"));
+        assert_eq!(unified("0::/\n"), Some(""));
+        assert_eq!(unified("4:memory:/a0::/b\n"), None);
+    }
+
+    #[test]
+    fn a_controller_is_told_by_its_whole_name() {
+        assert!(has_memory("cpu memory pids\n"));
+        assert!(!has_memory("cpu memory_recursiveprot\n"));
+    }
+
+    #[test]
+    fn a_busy_group_is_removed_later_and_other_errors_end_it() {
+        let mut answers = vec![
+            Ok(()),
+            Err(io::ErrorKind::ResourceBusy.into()),
+            Err(io::ErrorKind::ResourceBusy.into()),
+        ];
+        while_busy(|| answers.pop().unwrap()).unwrap();
+        assert!(answers.is_empty());
+        let mut calls = 0;
+        let gone = while_busy(|| {
+            calls += 1;
+            Err(io::ErrorKind::NotFound.into())
+        });
+        assert_eq!(gone.unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert_eq!(calls, 1);
     }
 }
