@@ -35,7 +35,7 @@ pub(crate) struct BenchArgs {
     /// How often times are measured; counts at most three times, and times in the rig too
     #[arg(long, value_name = "N", default_value_t = 10)]
     runs: usize,
-    /// Also measure other programs, side by side; what is missing is downloaded
+    /// Also measure other programs, side by side; what is missing is downloaded (needs pip and zstd)
     #[arg(long)]
     peers: bool,
     /// Print the names for --filter and end

@@ -1,9 +1,10 @@
 //! Other programs to measure beside ours, fetched only when that is asked for.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::host;
 use crate::progress::Progress;
 
@@ -27,23 +28,70 @@ pub(super) fn fetch(progress: &Progress) -> Result<()> {
     if dir.join("smol/storage-template.ext4").is_file() {
         return Ok(());
     }
+    // Before the download.
+    if !host::has_program("zstd") {
+        return Err(Error::other(
+            "no zstd on this machine, which unpacks smolvm's disks: `cargo xtask setup --all`, \
+             or `apt-get install zstd`",
+        ));
+    }
     progress.update("peers", format!("fetching {SMOLVM}"));
-    let partial = host::partial_path(&dir);
-    host::create_dir(&partial)?;
+    made_whole(&dir, download)?;
+    progress.forget("peers");
+    Ok(())
+}
+
+/// Puts the package's files into the folder.
+fn download(dir: &Path) -> Result<()> {
     // A wheel is an archive of Python modules; its dependencies are not needed here.
     let mut pip = Command::new("python3");
     pip.args(["-m", "pip", "download", "--no-deps", "--only-binary=:all:"])
         .args(["--python-version=3.11", "--abi=abi3"])
         .args(["--platform=manylinux_2_28_x86_64", "--dest"])
-        .arg(&partial)
+        .arg(dir)
         .arg(SMOLVM);
     host::run_quiet(&mut pip)?;
     let mut unpack = Command::new("sh");
-    unpack.args(["-c", UNPACK]).current_dir(&partial);
-    host::run_quiet(&mut unpack)?;
-    // One that an earlier version of this left, without the disks.
-    let _ = std::fs::remove_dir_all(&dir);
-    std::fs::rename(&partial, &dir).map_err(crate::error::Error::file("renaming", &partial))?;
-    progress.forget("peers");
-    Ok(())
+    unpack.args(["-c", UNPACK]).current_dir(dir);
+    host::run_quiet(&mut unpack)
+}
+
+/// Makes a folder, in place of one that may be there. Of one that cannot be filled nothing stays.
+fn made_whole(dir: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let partial = host::partial_path(dir);
+    host::create_dir(&partial)?;
+    let made = fill(&partial).and_then(|()| {
+        // One that an earlier version of this left, without the disks.
+        host::remove_dir(dir)?;
+        fs::rename(&partial, dir).map_err(Error::file("renaming", &partial))
+    });
+    if made.is_err() {
+        // Why it failed is what to say; on a full disk this is what helps.
+        let _ = fs::remove_dir_all(&partial);
+    }
+    made
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_cannot_be_filled_leaves_nothing_behind() {
+        let temp = tempfile::tempdir().unwrap();
+        let dir = temp.path().join("peer");
+        let fill = |name: &'static str| {
+            move |dir: &Path| fs::write(dir.join(name), "").map_err(Error::file("writing", dir))
+        };
+        made_whole(&dir, fill("old")).unwrap();
+        made_whole(&dir, |partial| {
+            fill("half")(partial)?;
+            Err(Error::other("the disk is full"))
+        })
+        .unwrap_err();
+        assert_eq!(fs::read_dir(temp.path()).unwrap().count(), 1);
+        assert!(dir.join("old").is_file());
+        made_whole(&dir, fill("new")).unwrap();
+        assert!(dir.join("new").is_file() && !dir.join("old").exists());
+    }
 }
