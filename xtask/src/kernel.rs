@@ -39,6 +39,9 @@ const REPRODUCIBLE: [&str; 4] = [
     "KBUILD_BUILD_VERSION=1",
 ];
 
+/// The functions that the guest kernel's linker puts first, relative to the repository.
+pub(crate) const FIRST_FUNCTIONS: &str = "images/kernel/first-functions";
+
 /// Where the patched linker script looks for the functions that come first.
 const FIRST_SECTIONS: &str = "arch/x86/kernel/first-functions.lds";
 
@@ -64,7 +67,7 @@ pub(crate) const GUEST: Kernel = Kernel {
     name: "guest kernel",
     configs: &["images/kernel/guest.config"],
     patches: Some("images/kernel/patches"),
-    first_functions: Some("images/kernel/first-functions"),
+    first_functions: Some(FIRST_FUNCTIONS),
     steps: 1850,
 };
 
@@ -345,14 +348,18 @@ fn dropped(wanted: &BTreeMap<String, String>, result: &str) -> Vec<String> {
         .collect()
 }
 
-/// For the linker: the section of each function of a list of names, one a line. A name that the kernel
-/// does not have is no error, so the list may be that of another version.
+/// For the linker: the section of each function of a list. A name that the kernel does not have is no
+/// error, so the list may be that of another version.
 fn first_sections(functions: &str) -> String {
-    let names = functions.lines().map(str::trim);
-    names
-        .filter(|name| !name.is_empty() && !name.starts_with('#'))
+    listed(functions)
         .map(|name| format!("*(.text.{name})\n"))
         .collect()
+}
+
+/// The names of a list of functions, one a line.
+pub(crate) fn listed(functions: &str) -> impl Iterator<Item = &str> {
+    let names = functions.lines().map(str::trim);
+    names.filter(|name| !name.is_empty() && !name.starts_with('#'))
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ mod cpio;
 mod demo;
 mod disk;
 mod error;
+mod first_functions;
 mod fuzz;
 mod guest;
 mod host;
@@ -65,6 +66,11 @@ enum Task {
         #[arg(long)]
         keep: bool,
     },
+    /// Make the list of functions anew that the guest kernel's linker puts first (some minutes)
+    ///
+    /// Boots machines of both engines, runs common programs in them, and looks which of the kernel's
+    /// functions ran: images/kernel/README.md says when.
+    FirstFunctions,
     /// Make a test image (OCI archive, from Debian's packages) and print its path
     Image {
         /// Which one
@@ -114,6 +120,7 @@ fn run(task: Task) -> Result<ExitCode> {
             let built = kernel::GUEST.build(options, &Progress::new())?;
             say(&format!("{}", built.vmlinux.display()));
         }
+        Task::FirstFunctions => first_functions::run()?,
         Task::VirtualTime(args) => virtual_time::run(&args)?,
         Task::Bench(args) => bench::run(&args)?,
         Task::Guest => {

@@ -39,6 +39,8 @@ export BANTAM_HOME=/home BANTAM_GUEST_DIR=/guest HOME=/root
 busybox reboot -f
 ";
 
+const DEFAULT_SECONDS: u32 = 900;
+
 /// What to run.
 #[derive(Args)]
 pub(crate) struct VirtualTimeArgs {
@@ -49,19 +51,43 @@ pub(crate) struct VirtualTimeArgs {
     #[arg(long, value_name = "VMLINUX")]
     kernel: Option<PathBuf>,
     /// Seconds after which it is given up: everything takes some thousand times as long
-    #[arg(long, default_value_t = 900)]
+    #[arg(long, default_value_t = DEFAULT_SECONDS)]
     timeout: u32,
 }
 
-/// Builds what is needed, runs it, prints a line for each boot: nanoseconds since the start of the
-/// program at which each phase was reached.
+impl VirtualTimeArgs {
+    /// Only the one that does not count.
+    pub(crate) fn one_boot() -> Self {
+        Self {
+            runs: 0,
+            kernel: None,
+            timeout: DEFAULT_SECONDS,
+        }
+    }
+}
+
+/// Prints a line for each boot: nanoseconds since the start of the program at which each phase was
+/// reached.
 pub(crate) fn run(args: &VirtualTimeArgs) -> Result<()> {
-    let progress = Progress::new();
-    let outer = RIG.build(Options::default(), &progress)?;
-    let guest = guest::build(Options::default(), &progress)?;
+    // The first brings everything into memory.
+    for line in boots(args, None, &Progress::new())?.iter().skip(1) {
+        let _ = writeln!(std::io::stdout(), "{line}");
+    }
+    Ok(())
+}
+
+/// Builds what is needed and boots one machine more than asked for; a line for each. `plugin` is one of
+/// QEMU's, with its words.
+pub(crate) fn boots(
+    args: &VirtualTimeArgs,
+    plugin: Option<&str>,
+    progress: &Progress,
+) -> Result<Vec<String>> {
+    let outer = RIG.build(Options::default(), progress)?;
+    let guest = guest::build(Options::default(), progress)?;
     let kernel = args.kernel.clone().unwrap_or_else(|| guest.join("vmlinux"));
-    let tiny = image::make(Which::Tiny, &progress)?;
-    let program = demo::build_program(&progress)?;
+    let tiny = image::make(Which::Tiny, progress)?;
+    let program = demo::build_program(progress)?;
     progress.update("measurements", "building".to_owned());
     let mut cargo = host::cargo();
     cargo.args(["build", "--release", "--package", "bantam-benches"]);
@@ -111,24 +137,25 @@ pub(crate) fn run(args: &VirtualTimeArgs) -> Result<()> {
 
     progress.update("virtual time", format!("{} boots", args.runs + 1));
     let mut qemu = qemu(&outer.vmlinux, &initramfs, args.timeout);
+    if let Some(plugin) = plugin {
+        qemu.args(["-plugin", plugin]);
+    }
     let output = host::capture(&mut qemu)?;
     progress.forget("virtual time");
     let text = String::from_utf8_lossy(&output);
-    let lines: Vec<&str> = text
+    let mut lines: Vec<String> = text
         .lines()
         .filter_map(|line| line.strip_prefix(MARK))
+        .map(|line| line.trim().to_owned())
         .collect();
-    if lines.len() < 2 {
+    // The last is the end.
+    if lines.pop().is_none() || lines.is_empty() {
         return Err(Error::other(format!(
             "the outer machine measured nothing\n{}",
             host::last_lines(&text, 40)
         )));
     }
-    // The first brought everything into memory; the last is the end.
-    for line in lines.iter().skip(1).take(lines.len() - 2) {
-        let _ = writeln!(std::io::stdout(), "{}", line.trim());
-    }
-    Ok(())
+    Ok(lines)
 }
 
 /// Path in the outer machine, contents, permission bits.
