@@ -14,6 +14,9 @@ use crate::sys::{self, EventFd, Interest, Timer, Watcher};
 
 /// Connections that callers have parted with and the guest has not been told of.
 const MAX_PARTED: usize = 8;
+/// How long an answer of the guest that nothing depends on may wait in the ring, should nothing come
+/// after it.
+const ANSWER_PATIENCE: Duration = Duration::from_millis(20);
 /// How long the guest is not told, should there be nothing else to tell it.
 const PARTING_PATIENCE: Duration = Duration::from_millis(20);
 
@@ -38,6 +41,8 @@ struct State {
     watcher: Option<Watcher>,
     /// The worker has nothing to do and has to be woken.
     asleep: bool,
+    /// The guest is to answer.
+    expecting: bool,
     /// The timer is to ring for something that waits.
     armed: bool,
     /// The device is gone for good.
@@ -128,9 +133,28 @@ impl Shared {
         }
     }
 
-    /// Wakes the muxer in a while at the latest. What waits longer already is not put off.
-    pub(super) fn wake_after(&self, patience: Duration) {
+    /// The guest is to answer: the muxer looks after that in a while, if nothing wakes it before.
+    pub(super) fn expects(&self) {
         let mut state = self.lock();
+        state.expecting = true;
+        self.arm(&mut state, ANSWER_PATIENCE);
+    }
+
+    /// The guest has said all that was expected of it. The timer may still ring, for nothing.
+    pub(super) fn expects_nothing(&self) {
+        let mut state = self.lock();
+        let expected = std::mem::take(&mut state.expecting);
+        if state.parted.is_empty() {
+            state.armed = false;
+        } else if expected {
+            // It was set for an answer, and a caller has parted with a connection since.
+            state.armed = false;
+            self.arm(&mut state, PARTING_PATIENCE);
+        }
+    }
+
+    /// Has the timer ring in a while. What waits already is not put off.
+    fn arm(&self, state: &mut State, patience: Duration) {
         if state.armed {
             return;
         }
@@ -138,14 +162,6 @@ impl Shared {
         if let Err(error) = self.timer.set(patience) {
             tracing::error!(%error, "setting the vsock worker's timer");
             self.wake_muxer();
-        }
-    }
-
-    /// The guest has said all that was expected of it. A timer that was set for that may still ring.
-    pub(super) fn nothing_expected(&self) {
-        let mut state = self.lock();
-        if state.parted.is_empty() {
-            state.armed = false;
         }
     }
 
@@ -349,12 +365,11 @@ impl Vsock {
             return;
         }
         state.parted.push((id.0, stream));
-        let full = state.parted.len() >= MAX_PARTED;
-        drop(state);
-        if full {
+        if state.parted.len() >= MAX_PARTED {
+            drop(state);
             self.shared.wake_muxer();
         } else {
-            self.shared.wake_after(PARTING_PATIENCE);
+            self.shared.arm(&mut state, PARTING_PATIENCE);
         }
     }
 

@@ -33,8 +33,6 @@ const CALLER_BATCH: usize = 16;
 const MAX_USELESS: usize = 8;
 /// Answers of the guest that are not waited for one by one.
 const MAX_EXPECTED: usize = 8;
-/// How long such an answer may wait in the ring, should nothing come after it.
-const ANSWER_PATIENCE: Duration = Duration::from_millis(20);
 /// Receive buffers filled by one read of a stream: 128 KiB with Linux's 4 KiB buffers.
 const MAX_BURST: usize = 32;
 /// Resets waiting for receive buffers before the transmit ring is left alone.
@@ -286,9 +284,9 @@ impl Muxer {
     fn rest(&mut self) -> bool {
         let expected = self.expected();
         if expected > 0 {
-            self.shared.wake_after(ANSWER_PATIENCE);
+            self.shared.expects();
         } else {
-            self.shared.nothing_expected();
+            self.shared.expects_nothing();
         }
         // Without room for answers the transmit ring waits for receive buffers; with news for the
         // guest and no buffer, a kick of the receive ring is wanted, and not otherwise.
