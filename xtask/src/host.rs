@@ -162,6 +162,18 @@ pub(crate) fn has_program(name: &str) -> bool {
         .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(name).is_file()))
 }
 
+/// Compiles one of the repository's plugins of QEMU into `dir`.
+pub(crate) fn build_plugin(source: &str, dir: &Path) -> Result<PathBuf> {
+    let source = repo().join(source);
+    let name = source.file_stem().unwrap_or_default();
+    let plugin = dir.join(name).with_extension("so");
+    let mut cc = Command::new("cc");
+    cc.args(["-O2", "-shared", "-fPIC", "-o"])
+        .args([&plugin, &source]);
+    run_quiet(&mut cc)?;
+    Ok(plugin)
+}
+
 /// The error for a program that does not start.
 pub(crate) fn start_error(command: &Command) -> impl FnOnce(std::io::Error) -> Error + use<> {
     let program = command.get_program().to_string_lossy().into_owned();

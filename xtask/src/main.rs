@@ -15,9 +15,11 @@ mod kernel;
 mod libtest;
 mod oci;
 mod patches;
+mod profile;
 mod progress;
 mod rig;
 mod setup;
+mod symbols;
 mod test;
 mod virtual_time;
 

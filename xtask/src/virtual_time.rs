@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use clap::Args;
+use tempfile::TempDir;
 
 use crate::cpio::{Archive, Entry, TooLarge};
 use crate::demo;
@@ -19,7 +20,8 @@ use crate::error::{Error, Result};
 use crate::guest;
 use crate::host;
 use crate::image::{self, Which, static_program};
-use crate::kernel::{Options, RIG};
+use crate::kernel::{GUEST, Options, RIG};
+use crate::profile::Profile;
 use crate::progress::Progress;
 use crate::rig;
 
@@ -50,6 +52,11 @@ pub(crate) struct VirtualTimeArgs {
     /// Another guest kernel than this checkout's
     #[arg(long, value_name = "VMLINUX")]
     kernel: Option<PathBuf>,
+    /// Say where the last boot spends its instructions: functions of both kernels, initcalls, exits
+    ///
+    /// Reads the System.map beside the kernels.
+    #[arg(long)]
+    profile: bool,
     /// Seconds after which it is given up: everything takes some thousand times as long
     #[arg(long, default_value_t = DEFAULT_SECONDS)]
     timeout: u32,
@@ -61,6 +68,7 @@ impl VirtualTimeArgs {
         Self {
             runs: 0,
             kernel: None,
+            profile: false,
             timeout: DEFAULT_SECONDS,
         }
     }
@@ -69,11 +77,39 @@ impl VirtualTimeArgs {
 /// Prints a line for each boot: nanoseconds since the start of the program at which each phase was
 /// reached.
 pub(crate) fn run(args: &VirtualTimeArgs) -> Result<()> {
+    let progress = Progress::new();
+    let temp = temporary()?;
+    let profile = match args.profile {
+        true => Some(profile(args, temp.path(), &progress)?),
+        false => None,
+    };
+    let plugin = profile.as_ref().map(Profile::words);
+    let lines = boots(args, plugin.as_deref(), &progress)?;
     // The first brings everything into memory.
-    for line in boots(args, None, &Progress::new())?.iter().skip(1) {
+    for line in lines.iter().skip(1) {
         let _ = writeln!(std::io::stdout(), "{line}");
     }
+    if let Some(profile) = profile {
+        let text = profile.text(u64::from(args.runs) + 1)?;
+        let _ = write!(std::io::stdout(), "\n{text}");
+    }
     Ok(())
+}
+
+fn profile(args: &VirtualTimeArgs, dir: &Path, progress: &Progress) -> Result<Profile> {
+    let outer = RIG.build(Options::default(), progress)?;
+    let guest = match &args.kernel {
+        Some(kernel) => kernel.clone(),
+        None => GUEST.build(Options::default(), progress)?.vmlinux,
+    };
+    Profile::create(dir, &outer.vmlinux, &guest)
+}
+
+fn temporary() -> Result<TempDir> {
+    tempfile::Builder::new()
+        .prefix("bantam-virtual-time-")
+        .tempdir()
+        .map_err(Error::file("creating", &std::env::temp_dir()))
 }
 
 /// Builds what is needed and boots one machine more than asked for; a line for each. `plugin` is one of
@@ -94,10 +130,7 @@ pub(crate) fn boots(
     host::run_quiet(&mut cargo)?;
     progress.forget("measurements");
 
-    let temp = tempfile::Builder::new()
-        .prefix("bantam-virtual-time-")
-        .tempdir()
-        .map_err(Error::file("creating", &std::env::temp_dir()))?;
+    let temp = temporary()?;
     let store = temp.path().join("home");
     let mut load = Command::new(&program);
     load.args(["image", "load", "--name", IMAGE, "--input"])

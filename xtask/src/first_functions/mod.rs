@@ -4,7 +4,7 @@
 //! what only a guest of KVM's does, in a short command, and in what programs commonly do, both on the
 //! emulated engine. What a boot patches is read from the kernel.
 
-mod code;
+mod choice;
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, Permissions};
@@ -19,8 +19,8 @@ use crate::host;
 use crate::image::{self, Which};
 use crate::kernel::{self, FIRST_FUNCTIONS, GUEST, Options};
 use crate::progress::{Progress, say};
+use crate::symbols::Symbols;
 use crate::virtual_time::{self, VirtualTimeArgs};
-use code::Map;
 
 /// Marks what runs.
 const PLUGIN: &str = "benches/plugin/touched.c";
@@ -33,23 +33,22 @@ const ALWAYS: &str = "run_init_process";
 pub(crate) fn run() -> Result<()> {
     let progress = Progress::new();
     let kernel = GUEST.build(Options::default(), &progress)?;
-    let map = host::read(&kernel.vmlinux.with_file_name("System.map"))?;
-    let map = Map::parse(&String::from_utf8_lossy(&map))?;
+    let symbols = Symbols::beside(&kernel.vmlinux)?;
 
     let temp = tempfile::Builder::new()
         .prefix("bantam-first-functions-")
         .tempdir()
         .map_err(Error::file("creating", &std::env::temp_dir()))?;
-    let plugin = build_plugin(temp.path())?;
-    let mut boot = native_boot(&map, temp.path(), &plugin, &progress)?;
-    boot.extend(map.patched(&host::read(&kernel.vmlinux)?)?);
-    let emulated = Emulated::build(&map, temp.path(), &plugin, &progress)?;
+    let plugin = host::build_plugin(PLUGIN, temp.path())?;
+    let mut boot = native_boot(&symbols, temp.path(), &plugin, &progress)?;
+    boot.extend(choice::patched(&symbols, &host::read(&kernel.vmlinux)?)?);
+    let emulated = Emulated::build(&symbols, temp.path(), &plugin, &progress)?;
     let wanted = [emulated.command(&progress)?, emulated.work(&progress)?];
 
     let path = host::repo().join(FIRST_FUNCTIONS);
     let old = String::from_utf8_lossy(&host::read(&path)?).into_owned();
     let old_names = kernel::listed(&old).collect();
-    let choice = code::choose(&map, &old_names, &boot, &wanted)?;
+    let choice = choice::choose(&symbols, &old_names, &boot, &wanted)?;
     host::write_atomic(&path, list(&old, &choice.names).as_bytes())?;
     say(&format!(
         "{FIRST_FUNCTIONS}: {} names, {} of them new, {} gone; about {} KiB of the large page's 2048, \
@@ -77,8 +76,8 @@ struct Marks {
 }
 
 impl Marks {
-    fn create(map: &Map, path: PathBuf) -> Result<Self> {
-        let (start, size) = map.code()?;
+    fn create(symbols: &Symbols, path: PathBuf) -> Result<Self> {
+        let (start, size) = symbols.code()?;
         let file = File::create(&path).map_err(Error::file("creating", &path))?;
         file.set_len(size)
             .map_err(Error::file("enlarging", &path))?;
@@ -91,9 +90,9 @@ impl Marks {
         format!("{plugin},marks={path},start={:x}", self.start)
     }
 
-    fn functions(&self, map: &Map) -> Result<BTreeSet<u64>> {
-        let functions = map.marked(&host::read(&self.path)?)?;
-        if functions.contains(&map.address(ALWAYS)?) {
+    fn functions(&self, symbols: &Symbols) -> Result<BTreeSet<u64>> {
+        let functions = choice::marked(symbols, &host::read(&self.path)?)?;
+        if functions.contains(&symbols.address(ALWAYS)?) {
             return Ok(functions);
         }
         Err(Error::other(format!(
@@ -102,26 +101,22 @@ impl Marks {
     }
 }
 
-fn build_plugin(dir: &Path) -> Result<PathBuf> {
-    let plugin = dir.join("touched.so");
-    let mut cc = Command::new("cc");
-    cc.args(["-O2", "-shared", "-fPIC", "-o"])
-        .args([&plugin, &host::repo().join(PLUGIN)]);
-    host::run_quiet(&mut cc)?;
-    Ok(plugin)
-}
-
 /// The functions that a machine of the native engine runs until its agent's hello.
-fn native_boot(map: &Map, dir: &Path, plugin: &Path, progress: &Progress) -> Result<BTreeSet<u64>> {
-    let marks = Marks::create(map, dir.join("native"))?;
+fn native_boot(
+    symbols: &Symbols,
+    dir: &Path,
+    plugin: &Path,
+    progress: &Progress,
+) -> Result<BTreeSet<u64>> {
+    let marks = Marks::create(symbols, dir.join("native"))?;
     let plugin = format!("{},nested=on", marks.words(plugin));
     virtual_time::boots(&VirtualTimeArgs::one_boot(), Some(&plugin), progress)?;
-    marks.functions(map)
+    marks.functions(symbols)
 }
 
 /// What runs machines on the emulated engine.
 struct Emulated<'a> {
-    map: &'a Map,
+    symbols: &'a Symbols,
     dir: &'a Path,
     plugin: &'a Path,
     guest: PathBuf,
@@ -129,9 +124,14 @@ struct Emulated<'a> {
 }
 
 impl<'a> Emulated<'a> {
-    fn build(map: &'a Map, dir: &'a Path, plugin: &'a Path, progress: &Progress) -> Result<Self> {
+    fn build(
+        symbols: &'a Symbols,
+        dir: &'a Path,
+        plugin: &'a Path,
+        progress: &Progress,
+    ) -> Result<Self> {
         Ok(Self {
-            map,
+            symbols,
             dir,
             plugin,
             guest: guest::build(Options::default(), progress)?,
@@ -162,7 +162,7 @@ impl<'a> Emulated<'a> {
     }
 
     fn functions(&self, name: &str, command: &mut Command) -> Result<BTreeSet<u64>> {
-        let marks = Marks::create(self.map, self.dir.join(name))?;
+        let marks = Marks::create(self.symbols, self.dir.join(name))?;
         let qemu = self.dir.join(format!("qemu-{name}"));
         write_wrapper(&qemu, &marks.words(self.plugin))?;
         command
@@ -172,7 +172,7 @@ impl<'a> Emulated<'a> {
             // A confined QEMU may not write to the marks.
             .env("BANTAM_UNCONFINED", "1");
         host::run_quiet(command)?;
-        marks.functions(self.map)
+        marks.functions(self.symbols)
     }
 }
 
