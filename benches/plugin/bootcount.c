@@ -34,27 +34,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define EXPORT __attribute__((visibility("default")))
-#define MAGIC 0x32746e756f63626cULL
-#define KERNEL_START 0xffffffff80000000ULL
+#include "qemu.h"
 
-/* The part of qemu-plugin.h that is used; Debian's QEMU brings no header. */
-typedef uint64_t qemu_plugin_id_t;
-struct qemu_plugin_tb;
-struct qemu_plugin_insn;
-enum qemu_plugin_cb_flags { QEMU_PLUGIN_CB_NO_REGS };
-typedef void (*exec_cb)(unsigned int vcpu, void *data);
-typedef void (*trans_cb)(qemu_plugin_id_t id, struct qemu_plugin_tb *tb);
-void qemu_plugin_register_vcpu_tb_trans_cb(qemu_plugin_id_t, trans_cb);
-void qemu_plugin_register_vcpu_tb_exec_cb(struct qemu_plugin_tb *, exec_cb,
-					  enum qemu_plugin_cb_flags, void *);
-void qemu_plugin_register_vcpu_insn_exec_cb(struct qemu_plugin_insn *, exec_cb,
-					    enum qemu_plugin_cb_flags, void *);
-size_t qemu_plugin_tb_n_insns(const struct qemu_plugin_tb *);
-uint64_t qemu_plugin_tb_vaddr(const struct qemu_plugin_tb *);
-struct qemu_plugin_insn *qemu_plugin_tb_get_insn(const struct qemu_plugin_tb *,
-						 size_t);
-uint64_t qemu_plugin_insn_vaddr(const struct qemu_plugin_insn *);
+#define MAGIC 0x32746e756f63626cULL
 
 EXPORT int qemu_plugin_version = 1;
 

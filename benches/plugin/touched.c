@@ -27,24 +27,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define EXPORT __attribute__((visibility("default")))
-
-/* The part of qemu-plugin.h that is used; Debian's QEMU brings no header. */
-typedef uint64_t qemu_plugin_id_t;
-struct qemu_plugin_tb;
-struct qemu_plugin_insn;
-enum qemu_plugin_cb_flags { QEMU_PLUGIN_CB_NO_REGS };
-typedef void (*exec_cb)(unsigned int vcpu, void *data);
-typedef void (*trans_cb)(qemu_plugin_id_t id, struct qemu_plugin_tb *tb);
-void qemu_plugin_register_vcpu_tb_trans_cb(qemu_plugin_id_t, trans_cb);
-void qemu_plugin_register_vcpu_insn_exec_cb(struct qemu_plugin_insn *, exec_cb,
-					    enum qemu_plugin_cb_flags, void *);
-size_t qemu_plugin_tb_n_insns(const struct qemu_plugin_tb *);
-struct qemu_plugin_insn *qemu_plugin_tb_get_insn(const struct qemu_plugin_tb *,
-						 size_t);
-uint64_t qemu_plugin_insn_vaddr(const struct qemu_plugin_insn *);
-size_t qemu_plugin_insn_size(const struct qemu_plugin_insn *);
-const void *qemu_plugin_insn_data(const struct qemu_plugin_insn *);
+#include "qemu.h"
 
 EXPORT int qemu_plugin_version = 1;
 
@@ -66,13 +49,6 @@ static void leaves(unsigned int vcpu, void *data)
 	(void)vcpu;
 	(void)data;
 	inside = false;
-}
-
-static bool is_vmrun(const struct qemu_plugin_insn *insn)
-{
-	static const uint8_t vmrun[] = { 0x0f, 0x01, 0xd8 };
-	return qemu_plugin_insn_size(insn) == sizeof vmrun &&
-	       !memcmp(qemu_plugin_insn_data(insn), vmrun, sizeof vmrun);
 }
 
 /* Keeps `inside` true to what runs. */

@@ -11,7 +11,11 @@ use crate::program::{self, Bench};
 use crate::report::{Profile, Report, median_of};
 use crate::{Error, Progress};
 
-const PLUGIN: &str = include_str!("../plugin/bootcount.c");
+/// The plugin, and what it includes.
+const PLUGIN: [(&str, &str); 2] = [
+    ("bootcount.c", include_str!("../plugin/bootcount.c")),
+    ("qemu.h", include_str!("../plugin/qemu.h")),
+];
 /// A command whose first output ends what is counted.
 const COMMAND: [&str; 2] = ["echo", "hello"];
 
@@ -112,12 +116,14 @@ fn microvm(
 }
 
 fn build_plugin(dir: &Path) -> Result<PathBuf, Error> {
-    let source = dir.join("bootcount.c");
+    for (name, text) in PLUGIN {
+        let file = dir.join(name);
+        fs::write(&file, text).map_err(Error::file("writing", &file))?;
+    }
     let plugin = dir.join("bootcount.so");
-    fs::write(&source, PLUGIN).map_err(Error::file("writing", &source))?;
     let mut cc = Command::new("cc");
     cc.args(["-O2", "-shared", "-fPIC", "-o"])
-        .args([&plugin, &source]);
+        .args([&plugin, &dir.join(PLUGIN[0].0)]);
     program::succeed(&mut cc)?;
     Ok(plugin)
 }
