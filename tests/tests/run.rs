@@ -168,6 +168,36 @@ e2e! {
         assert!((900 << 10..=1024 << 10).contains(&kib), "{kib} KiB");
     }
 
+    /// The kernel makes its `struct page` of memory when that is first needed (patch 19).
+    fn all_memory_is_free_from_the_beginning_and_can_be_used_without_reclaim(setup) {
+        let script = "grep -E 'MemTotal|MemFree' /proc/meminfo; mkdir /filled; \
+                      mount -t tmpfs -o size=95% none /filled; \
+                      dd if=/dev/zero of=/filled/zeros bs=1M count=195 2>/dev/null && \
+                      wc -c < /filled/zeros; grep MemFree /proc/meminfo; rm /filled/zeros; \
+                      grep MemFree /proc/meminfo; \
+                      grep -E '^(allocstall|pgscan|compact_stall|oom_kill|pageoutrun)' /proc/vmstat";
+        let run = setup.run(["--mem", "256", "--", "bash", "-c", script]);
+        let text = run.text();
+        let numbers: Vec<u64> = text
+            .lines()
+            .take(5)
+            .filter_map(|line| line.split_whitespace().find_map(|word| word.parse().ok()))
+            .collect();
+        let [total, free, filled, free_when_filled, free_after] = numbers[..] else {
+            panic!("{text}{}", run.stderr)
+        };
+        let used = 195 << 10;
+        // What is in no one's hands is what boot, the agent and the command do not use.
+        assert!((236 << 10..=256 << 10).contains(&total), "{text}");
+        assert!(free > total - (20 << 10) && free < total, "{text}");
+        assert_eq!(filled, used << 10, "{text}");
+        assert!((free - used).abs_diff(free_when_filled) < 4 << 10, "{text}");
+        assert!(free.abs_diff(free_after) < 4 << 10, "{text}");
+        // Nothing was reclaimed, waited for or killed while there was memory.
+        let counts: Vec<&str> = text.lines().skip(5).collect();
+        assert!(counts.len() > 5 && counts.iter().all(|line| line.ends_with(" 0")), "{text}");
+    }
+
     fn memory_above_the_32_bit_hole_is_usable(setup) {
         let run = setup.run(["--mem", "5120", "--", "bash", "-c", "grep MemTotal /proc/meminfo"]);
         let kib: u64 = run.text().split_whitespace().nth(1).unwrap().parse().unwrap();
