@@ -103,3 +103,18 @@ fn install_if_changed(from: &Path, to: &Path) -> Result<()> {
         host::copy_atomic(from, to)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_agent_begins_on_a_page_of_the_initramfs() {
+        let agent = [0xa5; 5000];
+        let bytes = initramfs(&agent).unwrap();
+        let at = bytes
+            .windows(agent.len())
+            .position(|window| window == agent);
+        assert_eq!(at, Some(4096));
+    }
+}
