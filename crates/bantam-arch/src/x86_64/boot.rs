@@ -59,7 +59,8 @@ pub struct Entry {
 }
 
 /// Copies an initial ramdisk, the whole of `file`, to the end of RAM. To map it would save nothing: the
-/// guest reads all of it once, and each page would be an exit.
+/// guest reads all of it once, and each page would be an exit. It starts on a page, so that our kernel
+/// can make pages of it a file's.
 ///
 /// # Errors
 ///
