@@ -101,7 +101,13 @@ impl Microvm {
 }
 
 /// Words about devices of ours, which the peer has not.
-const OUR_DEVICES: [&str; 4] = ["8250.", "console=", "earlycon", "virtio_mmio."];
+const OUR_DEVICES: [&str; 5] = [
+    "8250.",
+    "console=",
+    "earlycon",
+    "keep_bootcon",
+    "virtio_mmio.",
+];
 
 /// As small as QEMU's documentation makes it; the clock saves the kernel a second of waiting.
 const MICROVM: &str = "microvm,x-option-roms=off,pit=off,pic=off,rtc=on,isa-serial=on,acpi=off,auto-kernel-cmdline=off";

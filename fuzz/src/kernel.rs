@@ -50,7 +50,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     vec![elf, zstd, image]
 }
 
-/// A 64-bit ELF file with one segment and a PVH note.
+/// A 64-bit ELF file with one segment.
 fn elf() -> Vec<u8> {
     const LOAD: u64 = 0x100_0000;
     let mut file = Vec::new();
@@ -62,7 +62,7 @@ fn elf() -> Vec<u8> {
         file.extend_from_slice(&n.to_le_bytes());
     }
     file.extend_from_slice(&0_u32.to_le_bytes());
-    for n in [64_u16, 56, 2, 64, 0, 0] {
+    for n in [64_u16, 56, 1, 64, 0, 0] {
         file.extend_from_slice(&n.to_le_bytes());
     }
     let mut program = |kind: u32, flags: u32, fields: [u64; 6]| {
@@ -73,13 +73,7 @@ fn elf() -> Vec<u8> {
         }
     };
     program(1, 5, [256, LOAD, LOAD, 64, 128, 4096]);
-    program(4, 4, [320, LOAD, LOAD, 20, 20, 4]);
     file.resize(256, 0);
     file.resize(320, 0xf4);
-    for n in [4_u32, 4, 18] {
-        file.extend_from_slice(&n.to_le_bytes());
-    }
-    file.extend_from_slice(b"Xen\0");
-    file.extend_from_slice(&(LOAD as u32).to_le_bytes());
     file
 }

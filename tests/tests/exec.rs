@@ -389,6 +389,9 @@ in_shared_machine! {
         let all: BTreeSet<_> = (0..3).map(|_| read()).collect();
         assert_eq!(all.len(), 3, "{all:?}");
         assert_eq!(bash(home, &[], "cat /proc/sys/kernel/random/entropy_avail").text(), "256\n");
+        // What the boot protocol gave the kernel for it is not left behind.
+        let left = "cat /sys/kernel/boot_params/setup_data/*/data 2>/dev/null | wc -c; ls /dev/mem";
+        assert_eq!(bash(home, &[], left).text(), "0\n");
     }
 
     fn environment_directory_and_user_are_each_commands_own(home) {
@@ -464,6 +467,26 @@ bantam_e2e::tests_with_home! {
             state => Err(state.to_owned()),
         });
         home.ok(["start", "-n", "m"]);
+        home.delete("m");
+    }
+
+    fn a_kernel_that_dies_long_after_its_boot_leaves_its_last_words(home) {
+        home.started("m", &[]);
+        let die = "echo 2 > /proc/sys/vm/panic_on_oom; echo before; x=x; while :; do x=$x$x; done";
+        let run = home.exec("m", die);
+        assert_eq!(run.code, 125, "{}", run.stderr);
+        assert_eq!(run.text(), "before\n");
+        assert!(run.stderr.contains("Kernel panic - not syncing: Out of memory"), "{}", run.stderr);
+        home.delete("m");
+    }
+
+    /// Each costs the guest exits, and the host the newest 64 KiB.
+    fn a_flood_of_kernel_messages_harms_nobody(home) {
+        home.started("m", &[]);
+        let flood = "echo on > /proc/sys/kernel/printk_devkmsg; echo 8 > /proc/sys/kernel/printk
+            line=$(printf '%0200d' 0); for i in $(seq 100); do echo \"<2>$line\"; done > /dev/kmsg; echo done";
+        assert_eq!(home.sh("m", flood), "done\n");
+        assert_eq!(home.sh("m", "echo up"), "up\n");
         home.delete("m");
     }
 }

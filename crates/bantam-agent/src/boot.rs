@@ -17,7 +17,7 @@ use nix::sys::socket::{
 use nix::sys::stat::Mode;
 use nix::sys::utsname::uname;
 use nix::time::{ClockId, clock_gettime};
-use nix::unistd::{chdir, chroot, mkdir};
+use nix::unistd::{chdir, chroot, dup2_stderr, mkdir};
 
 use crate::cpus;
 use crate::disk::{Disk, MOUNT_POINT, mount_disk};
@@ -115,7 +115,7 @@ fn mount_root() -> Result<Option<Disk>, StepFailed> {
         MsFlags::MS_NOSUID,
         "mode=755",
     )?;
-    occupy_standard_descriptors().map_err(StepFailed::at("open /dev/null"))?;
+    occupy_standard_descriptors().map_err(StepFailed::at("open /dev/null and the kernel's log"))?;
     mount_at(IMAGE, LOWER, "erofs", MsFlags::MS_RDONLY, "")?;
     let disk = mount_upper()?;
     mount_at(
@@ -161,15 +161,22 @@ fn move_mount(from: &str, to: &str) -> Result<(), StepFailed> {
     result.map_err(StepFailed::at(format!("move {from} to {to}")))
 }
 
-/// Descriptors 0 to 2 must not become anything else: commands get theirs there.
+/// Descriptors 0 to 2 must not become anything else: commands get theirs there. Standard error becomes
+/// the kernel's log, which reaches the console of a machine that has one for its kernel only.
 fn occupy_standard_descriptors() -> nix::Result<()> {
     loop {
         let fd = open("/dev/null", OFlag::O_RDWR | OFlag::O_CLOEXEC, Mode::empty())?;
         if fd.as_raw_fd() > 2 {
-            return Ok(());
+            break;
         }
         let _ = fd.into_raw_fd();
     }
+    let log = open(
+        "/dev/kmsg",
+        OFlag::O_WRONLY | OFlag::O_CLOEXEC,
+        Mode::empty(),
+    )?;
+    dup2_stderr(&log)
 }
 
 /// Opens the exec port, then says hello.

@@ -55,6 +55,7 @@ const KILL_WAIT: Duration = Duration::from_secs(1);
 /// The agent's `main`; the result is its exit status.
 fn run() -> i32 {
     if getpid() == Pid::from_raw(1) {
+        std::panic::set_hook(Box::new(|panic| log(&panic.to_string())));
         if let Err(failed) = be_init() {
             log(&failed.to_string());
         }
@@ -127,8 +128,12 @@ fn serve() -> Result<Infallible, std::io::Error> {
     }
 }
 
-/// A line on the console, which in a guest is usually nowhere.
+/// A line on the console. In a guest it goes by the kernel's log, at a level that is shown there.
 fn log(text: &str) {
-    let line = format!("bantam-agent: {text}\n");
+    let level = match getpid() == Pid::from_raw(1) {
+        true => "<2>",
+        false => "",
+    };
+    let line = format!("{level}bantam-agent: {text}\n");
     let _ = nix::unistd::write(std::io::stderr(), line.as_bytes());
 }

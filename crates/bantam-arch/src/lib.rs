@@ -4,7 +4,7 @@
 //! vCPU count go in; bytes in guest RAM and register values come out. Nothing here creates a virtual
 //! machine, and the only contact with a hypervisor is [`bantam_hypervisor::x86::X86Vcpu`].
 //!
-//! * [`x86_64`]: kernels (ELF, bzImage), the PVH and 64-bit Linux boot protocols, the MP table,
+//! * [`x86_64`]: kernels (ELF, bzImage), the 64-bit Linux boot protocol, the MP table,
 //!   CPUID and MSR policy;
 //! * [`aarch64`]: the memory layout; the boot path does not exist yet.
 //!

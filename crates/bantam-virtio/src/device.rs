@@ -13,8 +13,6 @@ pub enum DeviceType {
     Net = 1,
     /// A disk (§5.2).
     Block = 2,
-    /// A console (§5.3).
-    Console = 3,
     /// An entropy source (§5.4).
     Entropy = 4,
     /// A socket device (§5.10).

@@ -47,7 +47,6 @@ mod sys;
 mod worker;
 
 pub mod block;
-pub mod console;
 pub mod mmio;
 pub mod net;
 pub mod rng;
@@ -58,7 +57,6 @@ pub mod vhost_user;
 pub mod vsock;
 
 pub use block::BlockDevice;
-pub use console::{ConsoleDevice, ConsoleRing};
 pub use device::{Activation, DeviceType, VirtioDevice};
 pub use error::{Error, Result};
 pub use interrupt::{Interrupt, InterruptLine};

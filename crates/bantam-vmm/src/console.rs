@@ -1,17 +1,18 @@
 //! The guest's console: a bounded tail in memory, shown when a machine does not boot.
 
+use std::collections::VecDeque;
 use std::io::{self, Write};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use bantam_virtio::ConsoleRing;
-
-/// The last bytes a guest wrote to its console. Older bytes are dropped, so that a guest that
-/// writes without end costs the host nothing.
+/// The last bytes a guest wrote to its console; clones share them. Older bytes are dropped, so that a
+/// guest that writes without end costs the host nothing.
 #[derive(Debug, Clone)]
-pub struct ConsoleLog(ConsoleRing);
+pub struct ConsoleLog(Arc<Mutex<VecDeque<u8>>>);
 
 impl Default for ConsoleLog {
     fn default() -> Self {
-        Self(ConsoleRing::new(Self::CAPACITY))
+        let bytes = VecDeque::with_capacity(Self::CAPACITY);
+        Self(Arc::new(Mutex::new(bytes)))
     }
 }
 
@@ -28,7 +29,11 @@ impl ConsoleLog {
     /// What is kept, oldest byte first, with invalid UTF-8 replaced.
     #[must_use]
     pub fn text(&self) -> String {
-        String::from_utf8_lossy(&self.0.tail()).into_owned()
+        String::from_utf8_lossy(self.bytes().make_contiguous()).into_owned()
+    }
+
+    fn bytes(&self) -> MutexGuard<'_, VecDeque<u8>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The last `lines` lines that are not blank, fit to be shown: control characters are escaped
@@ -64,9 +69,15 @@ fn printable(line: &str) -> String {
     shown
 }
 
+/// Never blocks and never fails.
 impl Write for ConsoleLog {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.write(bytes)
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        let newest = &data[data.len().saturating_sub(Self::CAPACITY)..];
+        let mut bytes = self.bytes();
+        let excess = (bytes.len() + newest.len()).saturating_sub(Self::CAPACITY);
+        bytes.drain(..excess);
+        bytes.extend(newest);
+        Ok(data.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -1,26 +1,23 @@
-//! What a kernel finds in memory: command line, memory map, initial ramdisk, descriptor and page
-//! tables (PVH: `include/xen/interface/hvm/start_info.h`; 64-bit protocol:
-//! `Documentation/arch/x86/boot.rst` and `zero-page.rst`).
+//! What a kernel finds in memory: command line, memory map, initial ramdisk, randomness, descriptor and
+//! page tables (the 64-bit boot protocol: `Documentation/arch/x86/boot.rst` and `zero-page.rst`).
+//!
+//! PVH, which leads into the same kernel, has no place for the randomness, and Linux begins it by
+//! looking for Xen with 256 CPUID, each an exit.
 
 use std::fs::File;
 
 use linux_loader::bootparam::{boot_e820_entry, boot_params};
-use linux_loader::start_info::{
-    XEN_HVM_MEMMAP_TYPE_RAM, XEN_HVM_MEMMAP_TYPE_RESERVED, XEN_HVM_START_MAGIC_VALUE,
-    hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info,
-};
 use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
-use super::kernel::{LoadedKernel, Protocol, copy_file};
+use super::kernel::{LoadedKernel, copy_file};
 use super::layout::{
-    CMDLINE, CMDLINE_MAX, GDT, HIGH_MEMORY, LOW_MEMORY_END, PAGE, PAGE_TABLES, START_INFO,
+    CMDLINE, CMDLINE_MAX, GDT, HIGH_MEMORY, LOW_MEMORY_END, PAGE, PAGE_TABLES, SETUP_DATA,
     ZERO_PAGE,
 };
 use super::{cpu, mptable};
 use crate::{ArchError, GuestRam, Result};
 
-/// The initial ramdisk must end below: kernels say so in `initrd_addr_max`, and PVH kernels keep
-/// its address in 32 bits.
+/// The initial ramdisk must end below: kernels say so in `initrd_addr_max`.
 const INITRD_END: u64 = 1 << 31;
 
 /// An initial ramdisk in guest memory.
@@ -31,6 +28,9 @@ pub struct Initrd {
     /// Its length in bytes.
     pub len: u64,
 }
+
+/// How many bytes of randomness a kernel gets: twice what its generator needs to be ready.
+pub const RNG_SEED_LEN: usize = 64;
 
 /// What [`prepare`] needs to know.
 #[derive(Debug, Clone, Copy)]
@@ -45,17 +45,18 @@ pub struct Boot<'a> {
     pub vcpus: u32,
     /// Number of virtio-mmio devices, in the first slots of the layout.
     pub devices: u32,
+    /// Random bytes of the host's, for this boot alone. The kernel takes them before anything asks it
+    /// for randomness, and wipes them.
+    pub rng_seed: Option<[u8; RNG_SEED_LEN]>,
 }
 
-/// Where and how the boot processor starts; what [`configure_vcpu`](super::configure_vcpu) needs.
+/// Where the boot processor starts; what [`configure_vcpu`](super::configure_vcpu) needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// Which registers the kernel expects.
-    pub protocol: Protocol,
     /// First instruction.
     pub rip: u64,
-    /// Start info or zero page.
-    pub boot_data: u64,
+    /// `struct boot_params`.
+    pub zero_page: u64,
 }
 
 /// Copies an initial ramdisk, the whole of `file`, to the end of RAM. To map it would save nothing: the
@@ -100,24 +101,17 @@ pub fn load_initrd(ram: &GuestRam, kernel: &LoadedKernel, file: &mut File) -> Re
 pub fn prepare(ram: &GuestRam, boot: &Boot<'_>) -> Result<Entry> {
     write_cmdline(ram, boot.cmdline)?;
     mptable::write(ram, boot.vcpus, boot.devices)?;
-    let protocol = boot.kernel.protocol;
     put(
         ram,
         "the GDT",
         GDT,
-        &cpu::gdt(protocol).map(u64::to_le_bytes).concat(),
+        &cpu::gdt().map(u64::to_le_bytes).concat(),
     )?;
-    let boot_data = match protocol {
-        Protocol::Pvh => write_start_info(ram, boot)?,
-        Protocol::Linux64 => {
-            write_page_tables(ram)?;
-            write_zero_page(ram, boot)?
-        }
-    };
+    write_page_tables(ram)?;
+    write_zero_page(ram, boot)?;
     Ok(Entry {
-        protocol,
         rip: boot.kernel.entry.0,
-        boot_data: boot_data.0,
+        zero_page: ZERO_PAGE.0,
     })
 }
 
@@ -188,58 +182,8 @@ fn memory_map(ram: &GuestRam) -> Vec<Range> {
     map
 }
 
-/// PVH: the start info, and behind it in the same page the module list and the memory map.
-fn write_start_info(ram: &GuestRam, boot: &Boot<'_>) -> Result<GuestAddress> {
-    const MODULES: u64 = START_INFO.0 + 0x40;
-    const MEMORY_MAP: u64 = START_INFO.0 + 0x80;
-
-    let map: Vec<_> = memory_map(ram)
-        .iter()
-        .map(|range| hvm_memmap_table_entry {
-            addr: range.addr,
-            size: range.len,
-            type_: if range.ram {
-                XEN_HVM_MEMMAP_TYPE_RAM
-            } else {
-                XEN_HVM_MEMMAP_TYPE_RESERVED
-            },
-            reserved: 0,
-        })
-        .collect();
-    let mut info = hvm_start_info {
-        magic: XEN_HVM_START_MAGIC_VALUE,
-        version: 1, // the first with a memory map
-        cmdline_paddr: CMDLINE.0,
-        memmap_paddr: MEMORY_MAP,
-        memmap_entries: u32::try_from(map.len()).unwrap_or(u32::MAX),
-        ..Default::default()
-    };
-    if let Some(initrd) = boot.initrd {
-        info.nr_modules = 1;
-        info.modlist_paddr = MODULES;
-        let module = hvm_modlist_entry {
-            paddr: initrd.addr.0,
-            size: initrd.len,
-            ..Default::default()
-        };
-        put(
-            ram,
-            "the PVH module list",
-            GuestAddress(MODULES),
-            module.as_slice(),
-        )?;
-    }
-    put(ram, "the PVH start info", START_INFO, info.as_slice())?;
-    let map: Vec<u8> = map
-        .iter()
-        .flat_map(|entry| entry.as_slice().to_vec())
-        .collect();
-    put(ram, "the PVH memory map", GuestAddress(MEMORY_MAP), &map)?;
-    Ok(START_INFO)
-}
-
-/// The 64-bit protocol: `struct boot_params`.
-fn write_zero_page(ram: &GuestRam, boot: &Boot<'_>) -> Result<GuestAddress> {
+/// `struct boot_params`.
+fn write_zero_page(ram: &GuestRam, boot: &Boot<'_>) -> Result<()> {
     const BOOT_FLAG: u16 = 0xaa55;
     const HEADER_MAGIC: u32 = 0x5372_6448; // "HdrS"
     const LOADER_UNDEFINED: u8 = 0xff;
@@ -273,8 +217,25 @@ fn write_zero_page(ram: &GuestRam, boot: &Boot<'_>) -> Result<GuestAddress> {
     }
     params.e820_table = table;
     params.e820_entries = u8::try_from(map.len()).unwrap_or(u8::MAX);
-    put(ram, "the zero page", ZERO_PAGE, params.as_slice())?;
-    Ok(ZERO_PAGE)
+    if let Some(seed) = &boot.rng_seed {
+        write_rng_seed(ram, seed)?;
+        params.hdr.setup_data = SETUP_DATA.0;
+    }
+    put(ram, "the zero page", ZERO_PAGE, params.as_slice())
+}
+
+/// `struct setup_data`, the only one: its successor, type and length, and the seed.
+fn write_rng_seed(ram: &GuestRam, seed: &[u8; RNG_SEED_LEN]) -> Result<()> {
+    const NO_NEXT: u64 = 0;
+    const RNG_SEED: u32 = 9;
+    const LEN: u32 = RNG_SEED_LEN as u32;
+    let header = [
+        &NO_NEXT.to_le_bytes()[..],
+        &RNG_SEED.to_le_bytes(),
+        &LEN.to_le_bytes(),
+    ];
+    let bytes = [&header.concat()[..], seed].concat();
+    put(ram, "the random seed", SETUP_DATA, &bytes)
 }
 
 /// Maps the first GiB to itself in pages of 2 MiB. The kernel, the zero page and the command line

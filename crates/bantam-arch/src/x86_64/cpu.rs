@@ -5,7 +5,6 @@ use bantam_hypervisor::x86::{DescriptorTable, Msr, Registers, Segment, SystemReg
 
 use super::boot::Entry;
 use super::cpuid::CpuPolicy;
-use super::kernel::Protocol;
 use super::layout::{BOOT_STACK, GDT, PAGE_TABLES};
 use crate::{ArchError, Result};
 
@@ -63,7 +62,7 @@ fn configure(
         return Ok(());
     }
     let mut system = vcpu.system_registers()?;
-    set_system_registers(&mut system, entry.protocol);
+    set_system_registers(&mut system);
     vcpu.set_system_registers(&system)?;
     vcpu.set_registers(&registers(entry))?;
     // Virtual wire mode (MPS 1.4, 3.6.2.2): the PIC on LINT0, NMI on LINT1. INIT resets the other
@@ -76,22 +75,13 @@ fn configure(
 
 fn registers(entry: &Entry) -> Registers {
     const FLAGS_RESERVED: u64 = 2;
-    let start = Registers {
+    Registers {
         rip: entry.rip,
+        rsi: entry.zero_page,
+        rsp: BOOT_STACK.0,
+        rbp: BOOT_STACK.0,
         rflags: FLAGS_RESERVED,
         ..Default::default()
-    };
-    match entry.protocol {
-        Protocol::Pvh => Registers {
-            rbx: entry.boot_data,
-            ..start
-        },
-        Protocol::Linux64 => Registers {
-            rsi: entry.boot_data,
-            rsp: BOOT_STACK.0,
-            rbp: BOOT_STACK.0,
-            ..start
-        },
     }
 }
 
@@ -99,18 +89,16 @@ fn registers(entry: &Entry) -> Registers {
 const CODE: u16 = 0x10;
 const DATA: u16 = 0x18;
 const TASK: u16 = 0x20;
-/// The last one is the upper half of the task state descriptor in 64-bit mode.
+/// The last one is the upper half of the task state descriptor.
 const GDT_ENTRIES: usize = 6;
 const GDT_LIMIT: u16 = 6 * 8 - 1;
 
-fn code(protocol: Protocol) -> Segment {
-    let long = protocol == Protocol::Linux64;
-    // Executable, readable, accessed.
+fn code() -> Segment {
+    // Executable, readable, accessed, of 64 bits.
     Segment {
         selector: CODE,
         kind: 0xb,
-        l: long,
-        db: !long,
+        l: true,
         ..flat()
     }
 }
@@ -147,11 +135,11 @@ fn task() -> Segment {
 }
 
 /// The table that the selectors point into.
-pub(super) fn gdt(protocol: Protocol) -> [u64; GDT_ENTRIES] {
+pub(super) fn gdt() -> [u64; GDT_ENTRIES] {
     [
         0,
         0,
-        descriptor(&code(protocol)),
+        descriptor(&code()),
         descriptor(&data()),
         descriptor(&task()),
         0,
@@ -176,7 +164,7 @@ fn descriptor(s: &Segment) -> u64 {
         | (s.base >> 24 & 0xff) << 56
 }
 
-fn set_system_registers(system: &mut SystemRegisters, protocol: Protocol) {
+fn set_system_registers(system: &mut SystemRegisters) {
     const CR0_PE: u64 = 1;
     const CR0_ET: u64 = 1 << 4;
     const CR0_PG: u64 = 1 << 31;
@@ -184,7 +172,7 @@ fn set_system_registers(system: &mut SystemRegisters, protocol: Protocol) {
     const EFER_LME: u64 = 1 << 8;
     const EFER_LMA: u64 = 1 << 10;
 
-    system.cs = code(protocol);
+    system.cs = code();
     system.ds = data();
     system.es = data();
     system.fs = data();
@@ -196,13 +184,8 @@ fn set_system_registers(system: &mut SystemRegisters, protocol: Protocol) {
         limit: GDT_LIMIT,
     };
     system.idt = DescriptorTable { base: 0, limit: 0 };
-    system.cr0 = CR0_PE | CR0_ET;
-    system.cr4 = 0;
-    system.efer = 0;
-    if protocol == Protocol::Linux64 {
-        system.cr3 = PAGE_TABLES.0;
-        system.cr4 = CR4_PAE;
-        system.cr0 |= CR0_PG;
-        system.efer = EFER_LME | EFER_LMA;
-    }
+    system.cr0 = CR0_PE | CR0_ET | CR0_PG;
+    system.cr3 = PAGE_TABLES.0;
+    system.cr4 = CR4_PAE;
+    system.efer = EFER_LME | EFER_LMA;
 }

@@ -1,7 +1,7 @@
 //! Guest-physical addresses.
 //!
 //! ```text
-//! 0                      boot structures (GDT, start info, zero page, page tables, command line)
+//! 0                      boot structures (GDT, zero page, page tables, seed, command line)
 //! 0x9_fc00               reserved up to 1 MiB; the MP table at 0xf_0000
 //! 0x10_0000              RAM: the kernel at its own address, the initial ramdisk at the end
 //! 0xc000_0000            the hole: virtio-mmio windows, IOAPIC, local APIC, KVM's own pages
@@ -18,14 +18,14 @@ pub const PAGE: u64 = 4096;
 
 /// The GDT of the boot processor, six descriptors.
 pub const GDT: GuestAddress = GuestAddress(0x500);
-/// PVH start info, its module list and memory map behind it, in one page.
-pub const START_INFO: GuestAddress = GuestAddress(0x6000);
 /// The Linux zero page (`struct boot_params`).
 pub const ZERO_PAGE: GuestAddress = GuestAddress(0x7000);
-/// End of the boot stack of the 64-bit protocol; it grows down from here.
+/// End of the boot stack; it grows down from here.
 pub const BOOT_STACK: GuestAddress = GuestAddress(0x8ff0);
-/// Page tables of the 64-bit protocol: three pages that map the first GiB.
+/// Page tables: three pages that map the first GiB.
 pub const PAGE_TABLES: GuestAddress = GuestAddress(0x9000);
+/// `struct setup_data` with the random seed, in a page of its own.
+pub const SETUP_DATA: GuestAddress = GuestAddress(0xc000);
 /// The kernel command line.
 pub const CMDLINE: GuestAddress = GuestAddress(0x2_0000);
 /// Most bytes of a command line, without its terminating NUL (Linux `COMMAND_LINE_SIZE`).

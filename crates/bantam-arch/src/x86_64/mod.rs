@@ -20,4 +20,4 @@ mod mptable;
 pub use boot::{Boot, Initrd};
 pub use cpu::configure_vcpu;
 pub use cpuid::CpuPolicy;
-pub use kernel::{CopyOnly, Format, Kernel, LoadedKernel, MapFile, Protocol, Segment};
+pub use kernel::{CopyOnly, Format, Kernel, LoadedKernel, MapFile, Segment};

@@ -3,19 +3,18 @@
 use std::fs::File;
 use std::io::Write;
 
-use bantam_arch::x86_64::boot::{Boot, Entry, load_initrd, prepare};
+use bantam_arch::x86_64::boot::{Boot, Entry, RNG_SEED_LEN, load_initrd, prepare};
 use bantam_arch::x86_64::layout::{self, memory_regions};
-use bantam_arch::x86_64::{Initrd, LoadedKernel, Protocol};
+use bantam_arch::x86_64::{Initrd, LoadedKernel};
 use bantam_arch::{ArchError, GuestRam};
 use vm_memory::{Bytes, GuestAddress};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-fn kernel(protocol: Protocol) -> LoadedKernel {
+fn kernel() -> LoadedKernel {
     LoadedKernel {
         entry: GuestAddress(16 * MIB),
-        protocol,
         start: GuestAddress(16 * MIB),
         end: GuestAddress(32 * MIB),
     }
@@ -52,73 +51,8 @@ fn boot(kernel: &LoadedKernel) -> Boot<'_> {
         initrd: None,
         vcpus: 1,
         devices: 4,
+        rng_seed: None,
     }
-}
-
-/// Address, length and type of each entry of the PVH memory map.
-fn pvh_map(ram: &GuestRam, info: u64) -> Vec<(u64, u64, u32)> {
-    let map = u64_at(ram, info + 40);
-    (0..u64::from(u32_at(ram, info + 48)))
-        .map(|i| map + 24 * i)
-        .map(|at| (u64_at(ram, at), u64_at(ram, at + 8), u32_at(ram, at + 16)))
-        .collect()
-}
-
-#[test]
-fn a_pvh_kernel_finds_its_start_info() {
-    let ram = ram(256 * MIB);
-    let kernel = kernel(Protocol::Pvh);
-    let initrd = Initrd {
-        addr: GuestAddress(128 * MIB),
-        len: 12345,
-    };
-    let entry = prepare(
-        &ram,
-        &Boot {
-            initrd: Some(initrd),
-            ..boot(&kernel)
-        },
-    )
-    .unwrap();
-    let info = entry.boot_data;
-    let expected = Entry {
-        protocol: Protocol::Pvh,
-        rip: 16 * MIB,
-        boot_data: info,
-    };
-    assert_eq!(entry, expected);
-
-    assert_eq!(u32_at(&ram, info), 0x336e_c578, "magic");
-    assert_eq!(u32_at(&ram, info + 4), 1, "version");
-    assert_eq!(u32_at(&ram, info + 8), 0, "flags");
-    assert_eq!(u64_at(&ram, info + 32), 0, "no ACPI");
-    assert_eq!(
-        &read::<17>(&ram, u64_at(&ram, info + 24)),
-        b"quiet init=/init\0"
-    );
-    assert_eq!(u32_at(&ram, info + 12), 1, "one module");
-    let module = u64_at(&ram, info + 16);
-    assert_eq!(
-        (u64_at(&ram, module), u64_at(&ram, module + 8)),
-        (128 * MIB, 12345)
-    );
-    assert_eq!(
-        pvh_map(&ram, info),
-        [
-            (0, 0x9_fc00, 1),
-            (0x9_fc00, 0x6_0400, 2),
-            (MIB, 255 * MIB, 1)
-        ]
-    );
-}
-
-#[test]
-fn without_an_initial_ramdisk_there_is_no_module() {
-    let ram = ram(256 * MIB);
-    let info = prepare(&ram, &boot(&kernel(Protocol::Pvh)))
-        .unwrap()
-        .boot_data;
-    assert_eq!((u32_at(&ram, info + 12), u64_at(&ram, info + 16)), (0, 0));
 }
 
 #[test]
@@ -131,14 +65,7 @@ fn the_memory_map_leaves_the_hole_out() {
             (MIB, 3 * GIB - MIB, 1),
         ];
         expected.extend(above);
-        let info = prepare(&ram, &boot(&kernel(Protocol::Pvh)))
-            .unwrap()
-            .boot_data;
-        assert_eq!(pvh_map(&ram, info), expected);
-
-        let page = prepare(&ram, &boot(&kernel(Protocol::Linux64)))
-            .unwrap()
-            .boot_data;
+        let page = prepare(&ram, &boot(&kernel())).unwrap().zero_page;
         let count = read::<1>(&ram, page + 0x1e8)[0];
         let e820: Vec<_> = (0..u64::from(count))
             .map(|i| page + 0x2d0 + 20 * i)
@@ -155,9 +82,9 @@ fn the_memory_map_leaves_the_hole_out() {
 }
 
 #[test]
-fn a_64_bit_kernel_finds_its_zero_page_and_page_tables() {
+fn a_kernel_finds_its_zero_page_and_page_tables() {
     let ram = ram(256 * MIB);
-    let kernel = kernel(Protocol::Linux64);
+    let kernel = kernel();
     let initrd = Initrd {
         addr: GuestAddress(128 * MIB),
         len: 12345,
@@ -170,7 +97,8 @@ fn a_64_bit_kernel_finds_its_zero_page_and_page_tables() {
         },
     )
     .unwrap();
-    let page = entry.boot_data;
+    let page = entry.zero_page;
+    assert_eq!(entry.rip, 16 * MIB);
     assert_eq!(read(&ram, page + 0x1fe), [0x55, 0xaa]);
     assert_eq!(&read(&ram, page + 0x202), b"HdrS");
     assert_eq!(
@@ -183,6 +111,7 @@ fn a_64_bit_kernel_finds_its_zero_page_and_page_tables() {
     let cmdline = u32_at(&ram, page + 0x228);
     assert_eq!(&read::<17>(&ram, cmdline.into()), b"quiet init=/init\0");
     assert_eq!(u32_at(&ram, page + 0x238), 16, "its length");
+    assert_eq!(u64_at(&ram, page + 0x250), 0, "no setup_data");
 
     // A walk, as the CPU does it.
     for addr in [0, 16 * MIB + 0x123, GIB - 1] {
@@ -208,22 +137,43 @@ fn a_64_bit_kernel_finds_its_zero_page_and_page_tables() {
 }
 
 #[test]
+fn without_an_initial_ramdisk_the_zero_page_has_none() {
+    let ram = ram(256 * MIB);
+    let page = prepare(&ram, &boot(&kernel())).unwrap().zero_page;
+    assert_eq!(u64_at(&ram, page + 0x218), 0);
+}
+
+#[test]
+fn a_kernel_finds_its_random_seed() {
+    let ram = ram(256 * MIB);
+    let kernel = kernel();
+    let seed = std::array::from_fn(|i| u8::try_from(i + 1).unwrap());
+    let with_seed = Boot {
+        rng_seed: Some(seed),
+        ..boot(&kernel)
+    };
+    let page = prepare(&ram, &with_seed).unwrap().zero_page;
+    let data = u64_at(&ram, page + 0x250);
+    assert_eq!(data, layout::SETUP_DATA.0);
+    assert_eq!(u64_at(&ram, data), 0, "the only one");
+    assert_eq!(u32_at(&ram, data + 8), 9, "SETUP_RNG_SEED");
+    assert_eq!(u32_at(&ram, data + 12), 64, "its length");
+    assert_eq!(read::<RNG_SEED_LEN>(&ram, data + 16), seed);
+}
+
+#[test]
 fn the_descriptor_table_has_flat_segments() {
     let ram = ram(4 * MIB);
-    let gdt = |protocol| {
-        prepare(&ram, &boot(&kernel(protocol))).unwrap();
-        [0x10, 0x18, 0x20].map(|selector| u64_at(&ram, layout::GDT.0 + selector))
-    };
+    prepare(&ram, &boot(&kernel())).unwrap();
+    let gdt = [0x10, 0x18, 0x20].map(|selector| u64_at(&ram, layout::GDT.0 + selector));
     assert_eq!(
-        gdt(Protocol::Pvh),
+        gdt,
         [
-            0x00cf_9b00_0000_ffff,
+            0x00af_9b00_0000_ffff,
             0x00cf_9300_0000_ffff,
             0x8b00_0000_0067
         ]
     );
-    let code_64 = gdt(Protocol::Linux64)[0];
-    assert_eq!(code_64, 0x00af_9b00_0000_ffff);
 }
 
 #[test]
@@ -232,7 +182,7 @@ fn the_initial_ramdisk_goes_to_the_end_of_ram() {
     let mut file = file(&bytes);
     for (size, end) in [(256 * MIB, 256 * MIB), (5 * GIB, 2 * GIB)] {
         let ram = ram(size);
-        let kernel = kernel(Protocol::Pvh);
+        let kernel = kernel();
         let initrd = load_initrd(&ram, &kernel, &mut file).unwrap();
         assert_eq!(
             initrd,
@@ -248,7 +198,7 @@ fn the_initial_ramdisk_goes_to_the_end_of_ram() {
 #[test]
 fn an_initial_ramdisk_that_does_not_fit_is_refused() {
     let ram = ram(33 * MIB);
-    let kernel = kernel(Protocol::Pvh);
+    let kernel = kernel();
     let load = |len: u64| {
         let mut sparse = tempfile::tempfile().unwrap();
         sparse.set_len(len).unwrap();
@@ -274,7 +224,7 @@ fn file(bytes: &[u8]) -> File {
 #[test]
 fn bad_command_lines_are_refused() {
     let ram = ram(4 * MIB);
-    let kernel = kernel(Protocol::Pvh);
+    let kernel = kernel();
     let try_line = |cmdline: &str| -> Result<Entry, ArchError> {
         prepare(
             &ram,
@@ -297,7 +247,7 @@ fn bad_command_lines_are_refused() {
 #[test]
 fn too_many_vcpus_are_refused() {
     let ram = ram(4 * MIB);
-    let kernel = kernel(Protocol::Pvh);
+    let kernel = kernel();
     let with = |vcpus| {
         prepare(
             &ram,

@@ -11,13 +11,9 @@ pub(crate) const SEGMENT_OFFSET: usize = 0x100;
 pub(crate) const NOTES_OFFSET: usize = 0xb0;
 
 /// An ELF kernel of one segment of `code` at [`LOAD`] with 4 KiB of bss, whose entry is its first
-/// byte: by a PVH note, or by the ELF header's entry alone.
-pub(crate) fn elf(code: &[u8], pvh: bool) -> Vec<u8> {
-    let entry = u32::try_from(LOAD).unwrap();
-    let mut notes = note(b"GNU\0", 3, b"build");
-    if pvh {
-        notes.extend(note(b"Xen\0", 18, &entry.to_le_bytes()));
-    }
+/// byte, and of notes, which are not loaded.
+pub(crate) fn elf(code: &[u8]) -> Vec<u8> {
+    let notes = note(b"GNU\0", 3, b"build");
     let mut file = b"\x7fELF\x02\x01\x01".to_vec();
     file.resize(16, 0);
     for half in [2u16, 62] {

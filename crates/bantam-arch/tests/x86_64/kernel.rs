@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use bantam_arch::x86_64::{Format, Kernel, MapFile, Protocol, Segment};
+use bantam_arch::x86_64::{Format, Kernel, MapFile, Segment};
 use bantam_arch::{ArchError, GuestRam};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -49,14 +49,11 @@ fn check_loaded(kernel: &Kernel) {
 }
 
 #[test]
-fn a_pvh_kernel_starts_at_its_note() {
-    let mut file = elf(CODE, true);
+fn a_kernel_is_loaded_whatever_follows_it_in_the_file() {
+    let mut file = elf(CODE);
     file.extend(b"section headers or anything");
     let kernel = Kernel::from_bytes(file).unwrap();
-    assert_eq!(
-        (kernel.format(), kernel.protocol()),
-        (Format::Elf, Protocol::Pvh)
-    );
+    assert_eq!(kernel.format(), Format::Elf);
     let segment = Segment {
         file_offset: SEGMENT_OFFSET as u64,
         file_len: CODE.len() as u64,
@@ -69,16 +66,9 @@ fn a_pvh_kernel_starts_at_its_note() {
 }
 
 #[test]
-fn a_kernel_without_the_note_starts_in_64_bit_mode() {
-    let kernel = Kernel::from_bytes(elf(CODE, false)).unwrap();
-    assert_eq!(kernel.protocol(), Protocol::Linux64);
-    check_loaded(&kernel);
-}
-
-#[test]
 fn an_elf_file_is_loaded_straight_from_disk() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
-    file.write_all(&elf(CODE, true)).unwrap();
+    file.write_all(&elf(CODE)).unwrap();
     let kernel = Kernel::open(file.path()).unwrap();
     check_loaded(&kernel);
     check_loaded(&kernel); // again, for the next machine
@@ -93,7 +83,7 @@ fn an_elf_file_is_loaded_straight_from_disk() {
 
 #[test]
 fn compressed_kernels_are_unpacked_on_the_host() {
-    let plain = elf(CODE, true);
+    let plain = elf(CODE);
     for (name, packed) in [
         ("gzip", gzip(&plain)),
         ("zstd", zstd(&plain)),
@@ -104,7 +94,6 @@ fn compressed_kernels_are_unpacked_on_the_host() {
         check_loaded(&kernel);
         let kernel = Kernel::from_bytes(bz_image(&packed)).unwrap();
         assert_eq!(kernel.format(), Format::BzImage, "{name}");
-        assert_eq!(kernel.protocol(), Protocol::Pvh, "{name}");
         check_loaded(&kernel);
     }
     let uncompressed = Kernel::from_bytes(bz_image(&plain)).unwrap();
@@ -119,7 +108,7 @@ fn a_compression_that_is_not_supported_is_named() {
 
 #[test]
 fn a_kernel_that_is_larger_than_ram_is_refused() {
-    let kernel = Kernel::from_bytes(elf(CODE, true)).unwrap();
+    let kernel = Kernel::from_bytes(elf(CODE)).unwrap();
     assert!(matches!(
         kernel.load(&ram(2)),
         Err(ArchError::Memory { .. })
@@ -189,7 +178,7 @@ impl MapFile for Marker {
 
 /// The fixture's kernel with its segment at a page's beginning and with these flags.
 fn page_aligned(code: &[u8], flags: u32) -> Vec<u8> {
-    let mut file = elf(code, true);
+    let mut file = elf(code);
     file.splice(
         SEGMENT_OFFSET..SEGMENT_OFFSET,
         vec![0; 4096 - SEGMENT_OFFSET],

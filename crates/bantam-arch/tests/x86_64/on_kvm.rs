@@ -15,7 +15,7 @@ struct Started {
     _ram: bantam_arch::GuestRam,
 }
 
-fn start(code: &[u8], pvh: bool) -> Option<Started> {
+fn start(code: &[u8]) -> Option<Started> {
     let kvm = match bantam_hypervisor::open() {
         Ok(kvm) => kvm,
         Err(e) => {
@@ -24,16 +24,14 @@ fn start(code: &[u8], pvh: bool) -> Option<Started> {
         }
     };
     let ram = ram(4);
-    let kernel = Kernel::from_bytes(elf(code, pvh))
-        .unwrap()
-        .load(&ram)
-        .unwrap();
+    let kernel = Kernel::from_bytes(elf(code)).unwrap().load(&ram).unwrap();
     let boot = Boot {
         kernel: &kernel,
         cmdline: "quiet",
         initrd: None,
         vcpus: 2,
         devices: 0,
+        rng_seed: None,
     };
     let entry = prepare(&ram, &boot).unwrap();
 
@@ -79,23 +77,7 @@ fn port(vcpu: &mut dyn Vcpu) -> Vec<u8> {
 }
 
 #[test]
-fn a_pvh_kernel_starts_in_32_bit_mode_with_its_start_info() {
-    let code = [
-        0x8b, 0x03, // mov eax, [ebx]: the magic
-        0xe7, 0x10, // out 0x10, eax
-        0xb8, 0x50, 0x00, 0x00, 0x00, // mov eax, 0x50 (a 32-bit immediate)
-        0x8e, 0xd8, // mov ds, ax: no such descriptor, and no handler: triple fault
-    ];
-    let Some(mut machine) = start(&code, true) else {
-        return;
-    };
-    assert_eq!(port(&mut *machine.vcpu), 0x336e_c578u32.to_le_bytes());
-    let exit = machine.vcpu.run().unwrap();
-    assert!(matches!(exit, Exit::Shutdown), "{exit:?}");
-}
-
-#[test]
-fn a_64_bit_kernel_starts_with_its_zero_page() {
+fn a_kernel_starts_in_64_bit_mode_with_its_zero_page() {
     let code = [
         0x8b, 0x86, 0x02, 0x02, 0x00, 0x00, // mov eax, [rsi + 0x202]: "HdrS"
         0xe7, 0x10, // out 0x10, eax
@@ -105,7 +87,7 @@ fn a_64_bit_kernel_starts_with_its_zero_page() {
         0xe7, 0x10, // out 0x10, eax
         0x0f, 0x0b, // ud2
     ];
-    let Some(mut machine) = start(&code, false) else {
+    let Some(mut machine) = start(&code) else {
         return;
     };
     assert_eq!(port(&mut *machine.vcpu), *b"HdrS");
@@ -123,7 +105,7 @@ fn a_guest_sees_the_policys_cpuid() {
         0x89, 0xc8, 0xe7, 0x10, // mov eax, ecx; out 0x10, eax
         0x0f, 0x0b, // ud2
     ];
-    let Some(mut machine) = start(&code, true) else {
+    let Some(mut machine) = start(&code) else {
         return;
     };
     let ebx = u32::from_le_bytes(port(&mut *machine.vcpu).try_into().unwrap());

@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
 use bantam_virtio::testing::{Buffer, Guest, INDIRECT, Transport};
-use bantam_virtio::{BlockDevice, ConsoleDevice, ConsoleRing, RngDevice, VsockDevice};
+use bantam_virtio::{BlockDevice, RngDevice, VsockDevice};
 
 /// A disk of 64 sectors; sector n is filled with n.
 fn disk(read_only: bool) -> (BlockDevice, File) {
@@ -220,32 +220,6 @@ fn entropy_fills_the_buffers_and_differs() {
         assert_ne!(guest.read(a, 32), [0; 32]);
         assert_ne!(guest.read(a, 32), guest.read(b, 32));
     }
-}
-
-#[test]
-fn console_output_reaches_the_sink_in_order() {
-    for &transport in Transport::ALL {
-        let ring = ConsoleRing::new(64);
-        let mut guest = Guest::start(transport, ConsoleDevice::new(Box::new(ring.clone())));
-        let hello = guest.place(b"hello ");
-        let world = guest.place(b"world\n");
-        guest.request(1, &[Buffer::readable(hello, 6)]);
-        guest.request(
-            1,
-            &[Buffer::readable(world, 3), Buffer::readable(world + 3, 3)],
-        );
-        assert_eq!(ring.tail(), b"hello world\n");
-    }
-}
-
-#[test]
-fn a_console_ring_keeps_the_newest_bytes() {
-    let mut ring = ConsoleRing::new(8);
-    ring.write_all(b"abcdef").unwrap();
-    ring.write_all(b"ghij").unwrap();
-    assert_eq!(ring.tail(), b"cdefghij");
-    ring.write_all(b"0123456789").unwrap();
-    assert_eq!(ring.tail(), b"23456789");
 }
 
 #[test]

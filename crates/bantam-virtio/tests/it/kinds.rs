@@ -4,9 +4,7 @@ use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
 use bantam_virtio::testing::{Buffer, Guest, PATIENCE, Transport};
-use bantam_virtio::{
-    BlockDevice, ConsoleDevice, ConsoleRing, RngDevice, VirtioDevice, VsockDevice,
-};
+use bantam_virtio::{BlockDevice, RngDevice, VirtioDevice, VsockDevice};
 
 use crate::net_driver;
 use crate::vsock_driver::{CID, Packet, RST};
@@ -18,19 +16,12 @@ const PROMPT: Duration = Duration::from_millis(100);
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     Block,
-    Console,
     Net,
     Rng,
     Vsock,
 }
 
-pub(crate) const KINDS: [Kind; 5] = [
-    Kind::Block,
-    Kind::Console,
-    Kind::Net,
-    Kind::Rng,
-    Kind::Vsock,
-];
+pub(crate) const KINDS: [Kind; 4] = [Kind::Block, Kind::Net, Kind::Rng, Kind::Vsock];
 
 impl Kind {
     pub(crate) fn device(self) -> Box<dyn VirtioDevice> {
@@ -40,7 +31,6 @@ impl Kind {
                 file.set_len(1 << 20).unwrap();
                 Box::new(BlockDevice::new(file, false, "disk").unwrap())
             }
-            Kind::Console => Box::new(ConsoleDevice::new(Box::new(ConsoleRing::new(4096)))),
             Kind::Net => Box::new(net_driver::card().0),
             Kind::Rng => Box::new(RngDevice::new()),
             Kind::Vsock => Box::new(VsockDevice::new(CID).unwrap().0),
@@ -51,7 +41,7 @@ impl Kind {
     pub(crate) fn queue(self) -> usize {
         match self {
             Kind::Block | Kind::Rng => 0,
-            Kind::Console | Kind::Net | Kind::Vsock => 1,
+            Kind::Net | Kind::Vsock => 1,
         }
     }
 
@@ -70,10 +60,6 @@ impl Kind {
                 let buffers = [Buffer::readable(header, 16), Buffer::writable(room, 21)];
                 guest.request(0, &buffers)
             }
-            Kind::Console => {
-                let text = guest.place(b"x");
-                guest.request(1, &[Buffer::readable(text, 1)])
-            }
             Kind::Net => net_driver::transmit(guest, b"frame"),
             Kind::Rng => {
                 let room = guest.alloc(8);
@@ -91,7 +77,7 @@ impl Kind {
         match self {
             Kind::Block => 21,
             Kind::Rng => 8,
-            Kind::Console | Kind::Net | Kind::Vsock => 0,
+            Kind::Net | Kind::Vsock => 0,
         }
     }
 

@@ -18,12 +18,13 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use bantam_arch::x86_64::boot::{self, Entry};
+use bantam_arch::x86_64::boot::{self, Entry, RNG_SEED_LEN};
 use bantam_arch::x86_64::{self as arch, layout};
 use bantam_hypervisor::{Hypervisor, VcpuKicker, Vm};
-use bantam_virtio::console::ConsoleDevice;
 use bantam_virtio::{GuestRam, VirtioDevice};
+use rustix::rand::{GetRandomFlags, getrandom};
 
+use crate::devices::DeviceKind;
 use crate::vm::{ExitCause, ExitGuard, Kill, Running, StartContext};
 use crate::{Phase, Timeline, VmConfig, VmmError, cmdline};
 use bus::Bus;
@@ -51,12 +52,12 @@ fn start_on(
     timeline.mark(Phase::VmCreated);
 
     map_ram(vm.as_ref(), &ram)?;
-    let mut devices: Vec<(_, Box<dyn VirtioDevice>)> = devices
+    let devices: Vec<(_, Box<dyn VirtioDevice>)> = devices
         .into_devices()
+        // The kernel gets a seed instead.
+        .filter(|(kind, _)| *kind != DeviceKind::Rng)
         .map(|(kind, device)| (kind.name(), device))
         .collect();
-    let log = Box::new(console.clone());
-    devices.push(("console", Box::new(ConsoleDevice::new(log))));
     let entry = load(config, devices.len(), &ram)?;
     timeline.mark(Phase::MemoryReady);
 
@@ -102,8 +103,7 @@ fn load(config: &VmConfig, devices: usize, ram: &Arc<GuestRam>) -> Result<Entry,
     })?;
     let initrd = boot::load_initrd(ram, &kernel, &mut file)?;
     let slots: Vec<_> = (0..).map_while(layout::mmio_slot).take(devices).collect();
-    let words = ["console=hvc0", serial::CMDLINE];
-    let cmdline = cmdline::build(config, &slots, &words);
+    let cmdline = cmdline::build(config, &slots, &[serial::CMDLINE]);
     Ok(boot::prepare(
         ram,
         &arch::Boot {
@@ -112,8 +112,19 @@ fn load(config: &VmConfig, devices: usize, ram: &Arc<GuestRam>) -> Result<Entry,
             initrd: Some(initrd),
             vcpus: u32::from(config.cpus),
             devices: u32::try_from(slots.len()).unwrap_or(u32::MAX),
+            rng_seed: Some(rng_seed()?),
         },
     )?)
+}
+
+/// Randomness for the guest's kernel, new at every start.
+fn rng_seed() -> Result<[u8; RNG_SEED_LEN], VmmError> {
+    let mut seed = [0; RNG_SEED_LEN];
+    // Up to 256 bytes come whole (`man 2 getrandom`).
+    getrandom(&mut seed, GetRandomFlags::empty()).map_err(|error| {
+        VmmError::io("cannot get a seed for the guest's randomness")(error.into())
+    })?;
+    Ok(seed)
 }
 
 /// Everything that must be gone before the machine is reported as ended; dropped in this order.

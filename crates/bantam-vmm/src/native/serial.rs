@@ -1,8 +1,10 @@
 //! A transmit-only 16550 at the first serial port.
 //!
-//! The kernel's early console writes to it until the virtio console is there, so that the last
-//! words of a kernel that dies early are seen. Nothing can be read from it and it raises no
-//! interrupt; the kernel's real serial driver is told to leave it alone (see `CMDLINE`).
+//! It is the machine's only console, and the kernel's alone: the early console writes to it from
+//! the first message to the last, so that the last words of a kernel that dies are seen whenever it
+//! dies. There is no driver behind it that programs could open (`/dev/console` says ENODEV), which
+//! would cost each boot some fifty exits. Nothing can be read from it and it raises no interrupt; the
+//! kernel's real serial driver is told to leave it alone (see `CMDLINE`).
 
 use std::io::Write;
 
@@ -19,8 +21,9 @@ const LINE_STATUS: u16 = BASE + 5;
 /// Both transmit registers are empty: the host never makes the guest wait.
 const TRANSMITTER_EMPTY: u8 = 0x60;
 
-/// Kernel words that send early messages here and no others.
-pub(super) const CMDLINE: &str = "earlycon=uart8250,io,0x3f8 8250.nr_uarts=0";
+/// Kernel words that send messages here, also after another console (a kernel's own virtual terminal)
+/// has come.
+pub(super) const CMDLINE: &str = "earlycon=uart8250,io,0x3f8 keep_bootcon 8250.nr_uarts=0";
 
 /// Whether the port belongs to the UART.
 pub(super) fn owns(port: u16) -> bool {

@@ -1,20 +1,16 @@
-//! ELF kernels: header, program headers, and the note with the PVH entry point.
+//! ELF kernels: header and program headers.
 
-use linux_loader::elf::{
-    EM_X86_64, ET_DYN, ET_EXEC, Elf64_Ehdr, Elf64_Nhdr, Elf64_Phdr, PF_W, PT_LOAD, PT_NOTE,
-};
+use linux_loader::elf::{EM_X86_64, ET_DYN, ET_EXEC, Elf64_Ehdr, Elf64_Phdr, PF_W, PT_LOAD};
 use vm_memory::ByteValued;
 
+use super::Segment;
 use super::source::Source;
-use super::{Protocol, Segment};
 use crate::x86_64::layout::{HIGH_MEMORY, HOLE_START};
 use crate::{ArchError, Result};
 
 /// Most program headers. A kernel has about five.
 const MAX_PROGRAM_HEADERS: u16 = 64;
-/// Largest note segment in bytes. A kernel's is below 1 KiB.
-const MAX_NOTES: u64 = 64 << 10;
-/// End of what the boot page tables of the 64-bit protocol map.
+/// End of what the boot page tables map.
 const MAPPED_END: u64 = 1 << 30;
 
 const MAGIC: [u8; 4] = *b"\x7fELF";
@@ -28,7 +24,6 @@ pub(super) struct Image {
     pub(super) segments: Vec<Segment>,
     /// Within a segment.
     pub(super) entry: u64,
-    pub(super) protocol: Protocol,
     pub(super) start: u64,
     pub(super) end: u64,
 }
@@ -43,7 +38,6 @@ pub(super) fn parse(source: &Source) -> Result<Image> {
     check_header(&header)?;
 
     let mut segments = Vec::new();
-    let mut pvh_entry = None;
     for index in 0..header.e_phnum {
         let mut program = Elf64_Phdr::default();
         let offset = u64::from(index) * size_of::<Elf64_Phdr>() as u64;
@@ -51,18 +45,12 @@ pub(super) fn parse(source: &Source) -> Result<Image> {
             ArchError::kernel("the program headers lie beyond the end of the file")
         })?;
         source.read_at(offset, program.as_mut_slice())?;
-        match program.p_type {
-            PT_LOAD if program.p_memsz != 0 => segments.push(segment(&program, source.len())?),
-            PT_NOTE if pvh_entry.is_none() => pvh_entry = find_pvh_entry(source, &program)?,
-            _ => {}
+        if program.p_type == PT_LOAD && program.p_memsz != 0 {
+            segments.push(segment(&program, source.len())?);
         }
     }
 
-    let (entry, protocol) = match pvh_entry {
-        Some(entry) => (entry, Protocol::Pvh),
-        None => (header.e_entry, Protocol::Linux64),
-    };
-    image(segments, entry, protocol)
+    image(segments, header.e_entry)
 }
 
 fn check_header(header: &Elf64_Ehdr) -> Result<()> {
@@ -131,7 +119,7 @@ fn segment(program: &Elf64_Phdr, source_len: u64) -> Result<Segment> {
     Ok(segment)
 }
 
-fn image(segments: Vec<Segment>, entry: u64, protocol: Protocol) -> Result<Image> {
+fn image(segments: Vec<Segment>, entry: u64) -> Result<Image> {
     // Cannot overflow: `segment` checked it.
     let range = |s: &Segment| s.guest_addr..s.guest_addr + s.mem_len;
     for (index, segment) in segments.iter().enumerate() {
@@ -158,7 +146,7 @@ fn image(segments: Vec<Segment>, entry: u64, protocol: Protocol) -> Result<Image
             "its entry point {entry:#x} is in no segment"
         )));
     }
-    if protocol == Protocol::Linux64 && end > MAPPED_END {
+    if end > MAPPED_END {
         return Err(ArchError::Memory {
             what: "the kernel",
             addr: start,
@@ -168,56 +156,7 @@ fn image(segments: Vec<Segment>, entry: u64, protocol: Protocol) -> Result<Image
     Ok(Image {
         segments,
         entry,
-        protocol,
         start,
         end,
     })
-}
-
-/// Looks for Xen's `PHYS32_ENTRY` note (`xen/include/public/elfnote.h`) in a note segment.
-fn find_pvh_entry(source: &Source, program: &Elf64_Phdr) -> Result<Option<u64>> {
-    const PHYS32_ENTRY: u32 = 18;
-    const OWNER: &[u8] = b"Xen\0";
-
-    if program.p_filesz > MAX_NOTES {
-        return Err(ArchError::Limit {
-            what: "the length of the kernel's notes in bytes",
-            value: program.p_filesz,
-            limit: MAX_NOTES,
-        });
-    }
-    let bytes = source.read_vec(program.p_offset, program.p_filesz)?;
-    // Each round takes at least a header, so this ends.
-    let mut rest = bytes.as_slice();
-    while let Some((header, tail)) = rest.split_at_checked(size_of::<Elf64_Nhdr>()) {
-        let mut note = Elf64_Nhdr::default();
-        note.as_mut_slice().copy_from_slice(header);
-        let Some((owner, tail)) = take_padded(tail, note.n_namesz, program.p_align) else {
-            return Err(ArchError::kernel(
-                "a note's name extends beyond its segment",
-            ));
-        };
-        let Some((value, tail)) = take_padded(tail, note.n_descsz, program.p_align) else {
-            return Err(ArchError::kernel(
-                "a note's value extends beyond its segment",
-            ));
-        };
-        if note.n_type == PHYS32_ENTRY && owner == OWNER {
-            let Some(entry) = value.first_chunk() else {
-                return Err(ArchError::kernel("its PVH entry note is too short"));
-            };
-            return Ok(Some(u32::from_le_bytes(*entry).into()));
-        }
-        rest = tail;
-    }
-    Ok(None)
-}
-
-/// Splits `len` bytes off, and the padding behind them. The last one's padding may be missing.
-fn take_padded(bytes: &[u8], len: u32, align: u64) -> Option<(&[u8], &[u8])> {
-    let align = if align == 8 { 8 } else { 4 };
-    let len = usize::try_from(len).ok()?;
-    let (taken, _) = bytes.split_at_checked(len)?;
-    let padded = len.checked_next_multiple_of(align)?.min(bytes.len());
-    bytes.get(padded..).map(|rest| (taken, rest))
 }

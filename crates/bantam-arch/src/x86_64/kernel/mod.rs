@@ -25,15 +25,6 @@ pub(super) use source::copy_file;
 /// Largest kernel, compressed or not, in bytes. A distribution's kernel is some 70 MB unpacked.
 const MAX_KERNEL: u64 = 512 << 20;
 
-/// How a kernel expects to be started.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Protocol {
-    /// In 32-bit protected mode, with a start info in `ebx` (Xen's PVH, `XEN_ELFNOTE_PHYS32_ENTRY`).
-    Pvh,
-    /// In 64-bit mode, with a zero page in `rsi` (`Documentation/arch/x86/boot.rst`).
-    Linux64,
-}
-
 /// What kind of file a kernel came in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
@@ -72,10 +63,8 @@ pub struct Kernel {
 /// A kernel in guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadedKernel {
-    /// First instruction.
+    /// First instruction, in 64-bit mode.
     pub entry: GuestAddress,
-    /// How it expects to be started.
-    pub protocol: Protocol,
     /// Its first byte.
     pub start: GuestAddress,
     /// The first byte behind it, its bss included.
@@ -182,11 +171,6 @@ impl Kernel {
         self.format
     }
 
-    /// How it expects to be started.
-    pub fn protocol(&self) -> Protocol {
-        self.image.protocol
-    }
-
     /// What [`Self::load`] puts where.
     pub fn segments(&self) -> &[Segment] {
         &self.image.segments
@@ -214,7 +198,6 @@ impl Kernel {
         }
         Ok(LoadedKernel {
             entry: GuestAddress(self.image.entry),
-            protocol: self.image.protocol,
             start: GuestAddress(self.image.start),
             end: GuestAddress(self.image.end),
         })
