@@ -228,11 +228,11 @@ fn write_zero_page(ram: &GuestRam, boot: &Boot<'_>) -> Result<()> {
 fn write_rng_seed(ram: &GuestRam, seed: &[u8; RNG_SEED_LEN]) -> Result<()> {
     const NO_NEXT: u64 = 0;
     const RNG_SEED: u32 = 9;
-    const LEN: u32 = RNG_SEED_LEN as u32;
+    let len = u32::try_from(seed.len()).unwrap_or(0);
     let header = [
         &NO_NEXT.to_le_bytes()[..],
         &RNG_SEED.to_le_bytes(),
-        &LEN.to_le_bytes(),
+        &len.to_le_bytes(),
     ];
     let bytes = [&header.concat()[..], seed].concat();
     put(ram, "the random seed", SETUP_DATA, &bytes)
