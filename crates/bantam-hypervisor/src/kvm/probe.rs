@@ -1,7 +1,5 @@
 //! What this host's KVM is good for, without creating a virtual machine.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::PathBuf;
 
 use vmm_sys_util::errno;
@@ -11,9 +9,6 @@ use crate::{HostKind, HostProbe, HwExtension, UnusableReason};
 
 /// The only version that ever was (`KVM_API_VERSION`).
 pub(super) const API_VERSION: i32 = 12;
-
-/// The flags line is in the first processor's block; more is never needed.
-const CPUINFO_CAP: u64 = 64 * 1024;
 
 pub(crate) fn probe() -> HostProbe {
     let mut answer = HostProbe {
@@ -59,30 +54,9 @@ fn why_unusable(error: errno::Error) -> UnusableReason {
     }
 }
 
-/// The CPU's extension as the kernel sees it: it clears the flag when the firmware disabled it.
-/// Where `/proc` cannot be read, the CPU is asked.
+/// The CPU's extension, by its own word. `/proc/cpuinfo` would say whether the firmware left it on, but
+/// then there is no hardware KVM, and a text of all of the host's CPUs takes longer than making a machine.
 fn hw_extension() -> Option<HwExtension> {
-    // One processor's block, in one call.
-    let mut text = String::with_capacity(8192);
-    match File::open("/proc/cpuinfo").map(|f| f.take(CPUINFO_CAP).read_to_string(&mut text)) {
-        Ok(Ok(_)) => from_cpuinfo(&text),
-        _ => from_cpuid(),
-    }
-}
-
-fn from_cpuinfo(text: &str) -> Option<HwExtension> {
-    let flags = text.lines().find_map(|line| {
-        let (key, value) = line.split_once(':')?;
-        (key.trim() == "flags").then_some(value)
-    })?;
-    flags.split_whitespace().find_map(|flag| match flag {
-        "vmx" => Some(HwExtension::Vmx),
-        "svm" => Some(HwExtension::Svm),
-        _ => None,
-    })
-}
-
-fn from_cpuid() -> Option<HwExtension> {
     use std::arch::x86_64::__cpuid;
     const VMX: u32 = 1 << 5;
     const SVM: u32 = 1 << 2;
@@ -98,18 +72,6 @@ fn from_cpuid() -> Option<HwExtension> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_flags_line_decides_between_hardware_and_software() {
-        let intel = "processor\t: 0\nflags\t\t: fpu vme vmx ssse3\nvmx flags\t: vnmi\n";
-        let amd = "processor\t: 0\nflags\t\t: fpu svm lm\n";
-        // No "vmx" flag, but a line and a word that contain it.
-        let none = "model name\t: vmx svm\nflags\t\t: fpu novmx svm_lock lm\n";
-        assert_eq!(from_cpuinfo(intel), Some(HwExtension::Vmx));
-        assert_eq!(from_cpuinfo(amd), Some(HwExtension::Svm));
-        assert_eq!(from_cpuinfo(none), None);
-        assert_eq!(from_cpuinfo(""), None);
-    }
 
     #[test]
     fn each_way_of_not_opening_gets_its_own_reason() {
