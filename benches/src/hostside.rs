@@ -204,20 +204,26 @@ struct Told {
 }
 
 impl Told {
-    /// Takes in what a thread of the engine tells; `clock` reads the processor time of a thread.
-    fn hear(&mut self, step: Step, thread: i32, clock: impl FnOnce(i32) -> Option<u64>) {
+    /// Takes in what a thread of the engine tells; `clock` reads the processor time of a thread or of
+    /// all.
+    fn hear(&mut self, mut step: Step, thread: i32, clock: impl Fn(Of) -> Option<u64>) {
         if let Some(name) = step.name {
             // A machine that is dropped is killed once more, when its threads are gone.
             let first = !self.steps.contains_key(&name);
             match name.as_str() {
                 // The vCPU itself tells it. To look for its thread at the kill would be measured.
                 "first_run" => self.vcpu = Some(thread),
-                "kill" if first => self.vcpu_at_kill = self.vcpu.and_then(clock),
+                "kill" if first => {
+                    self.vcpu_at_kill = self.vcpu.and_then(|vcpu| clock(Of::Thread(vcpu)));
+                    // The engine's number lacks what a vCPU that runs has used since the last tick:
+                    // the kernel only brings that up to date when it is asked for the thread.
+                    step.cpu_us = clock(Of::Process).unwrap_or(step.cpu_us);
+                }
                 _ => {}
             }
             self.steps.entry(name).or_insert(step.cpu_us);
         } else if step.vcpu_ended {
-            self.vcpu_at_end = clock(thread);
+            self.vcpu_at_end = clock(Of::Thread(thread));
         }
     }
 
@@ -259,12 +265,24 @@ impl Listen for StepLog {
     }
 }
 
-/// What one thread of this process has used of the processor, to the moment: `/proc` is behind by up
-/// to a tick. `None` if it has ended.
-fn processor_time_us(thread: i32) -> Option<u64> {
-    // The kernel's numbers of such clocks: the complement of the thread's, "of a thread", "by the
-    // scheduler".
-    let clock = ClockId::from_raw(!thread << 3 | 4 | 2);
+/// Whose processor time.
+#[derive(Clone, Copy)]
+enum Of {
+    /// All threads of this process; of one that runs on another CPU only up to its last tick or to
+    /// when it was last asked for by itself.
+    Process,
+    /// One thread, to the moment: `/proc` is behind by up to a tick.
+    Thread(i32),
+}
+
+/// What that has used of the processor. `None` if the thread has ended.
+fn processor_time_us(of: Of) -> Option<u64> {
+    let clock = match of {
+        Of::Process => ClockId::CLOCK_PROCESS_CPUTIME_ID,
+        // The kernel's numbers of such clocks: the complement of the thread's, "of a thread", "by the
+        // scheduler".
+        Of::Thread(thread) => ClockId::from_raw(!thread << 3 | 4 | 2),
+    };
     let time = clock_gettime(clock).ok()?;
     u64::try_from(time.tv_sec() * 1_000_000 + time.tv_nsec() / 1000).ok()
 }
@@ -331,8 +349,13 @@ mod tests {
         let gone = |_| None;
         told.hear(step("call", 100), CALLER, gone);
         told.hear(step("first_run", 200), THREAD, gone);
-        let clock = |thread| (thread == THREAD).then_some(700);
-        told.hear(step("kill", 1000), CALLER, clock);
+        let clock = |of| match of {
+            Of::Thread(THREAD) => Some(700),
+            Of::Thread(_) => None,
+            Of::Process => Some(1000),
+        };
+        // Short of what the vCPU has used since the last tick.
+        told.hear(step("kill", 840), CALLER, clock);
         told.hear(end(), THREAD, |_| Some(730));
         told.hear(step("gone", 1500), CALLER, gone);
         told.hear(step("kill", 1600), CALLER, gone);
