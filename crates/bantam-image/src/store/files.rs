@@ -48,7 +48,8 @@ pub(crate) fn open_or_create(path: &Path) -> Result<File> {
 
 /// Reads a small JSON file. `None` when it is missing or not what this version writes.
 pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
-    let mut bytes = Vec::new();
+    // Most fit, and are read with one call.
+    let mut bytes = Vec::with_capacity(4096);
     match File::open(path) {
         Ok(file) => file
             .take(MAX_DOCUMENT * 2)
