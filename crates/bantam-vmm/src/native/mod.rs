@@ -1,9 +1,10 @@
 //! The native engine: our own monitor on the host's hypervisor.
 //!
-//! One supervisor thread owns the machine. It waits until a vCPU ends the guest, something
-//! fails or the owner kills it; then it stops every vCPU, resets every device (whose threads
-//! end with that), gives the memory back and reports. Queue notifications and interrupts do not
-//! come by here: they travel between the kernel and the device threads over ioeventfd and irqfd.
+//! The thread of the first vCPU owns the machine. When a vCPU has ended the guest, something has
+//! failed or the owner kills it, that thread leaves the guest, stops every other vCPU, resets every
+//! device (whose threads end with that), gives the memory back and reports. Queue notifications
+//! and interrupts do not come by here: they travel between the kernel and the device threads over
+//! ioeventfd and irqfd.
 
 mod bus;
 mod memory;
@@ -14,19 +15,18 @@ mod vcpu;
 
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 
 use bantam_arch::x86_64::boot::{self, Entry, RNG_SEED_LEN};
 use bantam_arch::x86_64::{self as arch, layout};
-use bantam_hypervisor::{Hypervisor, VcpuKicker, Vm};
+use bantam_hypervisor::{Hypervisor, VcpuBinder, VcpuKicker, Vm};
 use bantam_virtio::{GuestRam, VirtioDevice};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::devices::DeviceKind;
-use crate::vm::{ExitCause, ExitGuard, Kill, Running, StartContext};
-use crate::{Phase, Timeline, VmConfig, VmmError, cmdline};
+use crate::vm::{ExitCause, Kill, Running, StartContext};
+use crate::{Phase, VmConfig, VmmError, cmdline};
 use bus::Bus;
 
 /// Starts a machine on the host's hypervisor.
@@ -64,30 +64,36 @@ fn start_on(
     let bus = Arc::new(Bus::wire(vm.as_ref(), &ram, devices, console)?);
     timeline.mark(Phase::DevicesReady);
 
-    let (events, ended) = mpsc::channel();
-    let vcpus = Vcpus::create(vm.as_ref(), cpus, &bus, entry, &events, &timeline)?;
+    // All vCPUs exist before the first runs: it may start the others at once.
+    let first = vm.create_vcpu(0)?;
+    let others = (1..cpus)
+        .map(|id| vm.create_vcpu(id))
+        .collect::<Result<Vec<_>, _>>()?;
+    let shared = vcpu::Shared {
+        bus: Arc::clone(&bus),
+        entry,
+        cpus,
+        ending: Arc::new(Ending::new(first.kicker())),
+        timeline,
+    };
+    let ending = Arc::clone(&shared.ending);
     let machine = Machine {
-        vcpus,
+        others: Others::start(others, &shared)?,
         bus,
         vm,
-        ram,
+        ram: Arc::clone(&ram),
     };
-    let supervisor = thread::Builder::new()
-        .name("vm".to_owned())
-        .spawn(move || machine.supervise(&ended, &ExitGuard(exit)))
-        .map_err(VmmError::io("cannot start the supervisor thread"))?;
     Ok(Running {
-        machine: Box::new(Native {
-            events: Mutex::new(events),
-        }),
-        supervisor,
+        machine: Box::new(Native(ending)),
+        supervisor: vcpu::spawn_first(first, shared, machine, exit)?,
     })
 }
 
 #[allow(unsafe_code)] // the order of drops, which is this module's to guarantee
 fn map_ram(vm: &dyn Vm, ram: &GuestRam) -> Result<(), VmmError> {
-    // SAFETY: `start_on` declares its reference to the RAM before the `Vm`, and `Machine::supervise`
-    // drops the vCPUs and the `Vm` before its own, so the RAM outlives both on every path.
+    // SAFETY: `start_on` declares its reference to the RAM before the `Vm` and the vCPUs, the first vCPU
+    // is gone before its thread drops the `Machine`, and that drops the others and the `Vm` before its
+    // own, so the RAM outlives all of them on every path.
     unsafe { memory::map(vm, ram) }
 }
 
@@ -127,95 +133,109 @@ fn rng_seed() -> Result<[u8; RNG_SEED_LEN], VmmError> {
     Ok(seed)
 }
 
-/// Everything that must be gone before the machine is reported as ended; dropped in this order.
+/// Everything but the first vCPU that must be gone before the machine is reported as ended; dropped
+/// in this order.
 struct Machine {
-    vcpus: Vcpus,
+    others: Others,
     bus: Arc<Bus>,
     vm: Box<dyn Vm>,
     ram: Arc<GuestRam>,
 }
 
 impl Machine {
-    fn supervise(self, ended: &Receiver<ExitCause>, exit: &ExitGuard) {
-        // The vCPU threads hold senders, so there is always a cause.
-        let cause = ended.recv().unwrap_or(ExitCause::Killed);
+    /// Takes all of it away. The first vCPU is gone.
+    fn take_down(self) {
         let Self {
-            vcpus,
+            others,
             bus,
             vm,
             ram,
         } = self;
-        drop(vcpus);
+        drop(others);
         bus.reset();
         drop(vm);
         drop(bus);
         drop(ram);
-        exit.0.set(cause);
     }
 }
 
-/// The vCPU threads. Dropping it stops them.
-struct Vcpus {
-    stop: Arc<AtomicBool>,
+/// That a machine is to end, and why.
+struct Ending {
+    cause: Mutex<Option<ExitCause>>,
+    decided: AtomicBool,
+    /// Of the vCPU whose thread takes the machine down.
+    first: Arc<dyn VcpuKicker>,
+}
+
+impl Ending {
+    fn new(first: Arc<dyn VcpuKicker>) -> Self {
+        Self {
+            cause: Mutex::new(None),
+            decided: AtomicBool::new(false),
+            first,
+        }
+    }
+
+    /// Ends the machine, if nothing else has: the first cause counts.
+    fn end(&self, cause: ExitCause) {
+        self.lock().get_or_insert(cause);
+        self.decided.store(true, Ordering::Release);
+        self.first.kick();
+    }
+
+    fn is_decided(&self) -> bool {
+        self.decided.load(Ordering::Acquire)
+    }
+
+    fn cause(&self) -> ExitCause {
+        self.lock().clone().unwrap_or(ExitCause::Killed)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<ExitCause>> {
+        self.cause.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The threads of all vCPUs but the first. Dropping it stops them.
+struct Others {
+    ending: Arc<Ending>,
     kickers: Vec<Arc<dyn VcpuKicker>>,
     threads: Vec<JoinHandle<()>>,
 }
 
-impl Vcpus {
-    fn create(
-        vm: &dyn Vm,
-        cpus: u32,
-        bus: &Arc<Bus>,
-        entry: Entry,
-        events: &Sender<ExitCause>,
-        timeline: &Timeline,
-    ) -> Result<Self, VmmError> {
-        // All vCPUs exist before the first runs: it may start the others at once.
-        let binders = (0..cpus)
-            .map(|id| vm.create_vcpu(id))
-            .collect::<Result<Vec<_>, _>>()?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let mut vcpus = Self {
-            stop: Arc::clone(&stop),
+impl Others {
+    fn start(binders: Vec<Box<dyn VcpuBinder>>, shared: &vcpu::Shared) -> Result<Self, VmmError> {
+        let mut others = Self {
+            ending: Arc::clone(&shared.ending),
             kickers: binders.iter().map(|binder| binder.kicker()).collect(),
             threads: Vec::new(),
         };
         for binder in binders {
-            let shared = vcpu::Shared {
-                bus: Arc::clone(bus),
-                entry,
-                cpus,
-                stop: Arc::clone(&stop),
-                events: events.clone(),
-                timeline: timeline.clone(),
-            };
-            vcpus.threads.push(vcpu::spawn(binder, shared)?);
+            let thread = vcpu::spawn_other(binder, shared.clone())?;
+            others.threads.push(thread);
         }
-        Ok(vcpus)
+        Ok(others)
     }
 }
 
-impl Drop for Vcpus {
+impl Drop for Others {
     fn drop(&mut self) {
-        self.stop.store(true, Ordering::Release);
+        // Has been decided, unless the start failed.
+        self.ending.end(ExitCause::Killed);
         for kicker in &self.kickers {
             kicker.kick();
         }
         for thread in self.threads.drain(..) {
-            // A thread that panicked has sent that as its cause.
+            // One that panicked has said so.
             let _ = thread.join();
         }
     }
 }
 
-struct Native {
-    events: Mutex<Sender<ExitCause>>,
-}
+struct Native(Arc<Ending>);
 
 impl Kill for Native {
     fn kill(&self) {
-        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        // Fails only when the supervisor has ended, which is what is wanted.
-        let _ = events.send(ExitCause::Killed);
+        self.0.end(ExitCause::Killed);
     }
 }

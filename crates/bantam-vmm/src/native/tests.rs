@@ -12,7 +12,7 @@ use vm_memory::{Bytes, GuestAddress};
 use super::*;
 use crate::devices::DeviceSet;
 use crate::vm::ExitLatch;
-use crate::{ConsoleLog, EngineChoice, GuestKernel, MemorySize};
+use crate::{ConsoleLog, EngineChoice, GuestKernel, MemorySize, Timeline};
 
 /// An ELF file that is just enough for the loader: one page of code.
 fn tiny_kernel() -> Vec<u8> {
@@ -222,4 +222,19 @@ fn a_machine_whose_vcpus_spin_can_be_killed() {
     for id in 0..2 {
         assert!(hypervisor.calls().contains(&Call::Kick(id)));
     }
+}
+
+#[test]
+fn any_vcpu_that_fails_ends_the_machine() {
+    let hypervisor = MockHypervisor::new()
+        .script(0, [Step::UntilKicked])
+        .script(1, [Step::InternalError(1)]);
+    let bench = Bench::new(2);
+    let (running, exit, _) = bench.start(&hypervisor);
+    let cause = exit.wait(Some(Duration::from_secs(10)));
+    assert!(matches!(&cause, Some(ExitCause::Failed(why)) if why.contains("internal error")));
+    assert!(hypervisor.calls().contains(&Call::Kick(0)));
+    // Too late to be why.
+    running.machine.kill();
+    assert_eq!(exit.wait(None), cause);
 }

@@ -1,8 +1,7 @@
 //! vCPU threads.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::Sender;
 use std::thread::{self, JoinHandle};
 
 use bantam_arch::x86_64::boot::Entry;
@@ -10,7 +9,8 @@ use bantam_arch::x86_64::{CpuPolicy, configure_vcpu};
 use bantam_hypervisor::{Exit, Vcpu, VcpuBinder};
 
 use super::bus::Bus;
-use crate::vm::ExitCause;
+use super::{Ending, Machine};
+use crate::vm::{ExitCause, ExitGuard, ExitLatch};
 use crate::{Phase, Timeline, VmmError};
 
 /// What every vCPU thread of a machine has.
@@ -19,40 +19,53 @@ pub(super) struct Shared {
     pub(super) bus: Arc<Bus>,
     pub(super) entry: Entry,
     pub(super) cpus: u32,
-    pub(super) stop: Arc<AtomicBool>,
-    pub(super) events: Sender<ExitCause>,
+    pub(super) ending: Arc<Ending>,
     pub(super) timeline: Timeline,
 }
 
-/// Starts a vCPU's thread. The vCPU is bound there: some hypervisors demand it.
-pub(super) fn spawn(
+/// Starts the thread of the first vCPU, which takes the machine down at its end, whatever ends it, and
+/// then sets the latch.
+pub(super) fn spawn_first(
     binder: Box<dyn VcpuBinder>,
     shared: Shared,
+    machine: Machine,
+    exit: ExitLatch,
+) -> Result<JoinHandle<()>, VmmError> {
+    spawn(binder, shared, move |shared| {
+        let exit = ExitGuard(exit);
+        let ending = Arc::clone(&shared.ending);
+        drop(shared);
+        machine.take_down();
+        exit.0.set(ending.cause());
+    })
+}
+
+/// Starts the thread of another vCPU.
+pub(super) fn spawn_other(
+    binder: Box<dyn VcpuBinder>,
+    shared: Shared,
+) -> Result<JoinHandle<()>, VmmError> {
+    spawn(binder, shared, drop)
+}
+
+/// Starts a vCPU's thread; `last` is what it does when the vCPU is gone and the machine's end is
+/// decided. The vCPU is bound there: some hypervisors demand it.
+fn spawn(
+    binder: Box<dyn VcpuBinder>,
+    shared: Shared,
+    last: impl FnOnce(Shared) + Send + 'static,
 ) -> Result<JoinHandle<()>, VmmError> {
     let id = binder.id();
     thread::Builder::new()
         .name(format!("vcpu{id}"))
         .spawn(move || {
-            let mut end = End {
-                events: shared.events.clone(),
-                cause: ExitCause::Failed(format!("the thread of vCPU {id} panicked")),
-            };
-            end.cause = run(binder, &shared);
+            // What a panic may leave half done is the vCPU, and that is gone.
+            let cause = catch_unwind(AssertUnwindSafe(|| run(binder, &shared)))
+                .unwrap_or_else(|_| ExitCause::Failed(format!("the thread of vCPU {id} panicked")));
+            shared.ending.end(cause);
+            last(shared);
         })
         .map_err(VmmError::io("cannot start a vCPU thread"))
-}
-
-/// Tells the supervisor why a vCPU ended, also when its thread panics.
-struct End {
-    events: Sender<ExitCause>,
-    cause: ExitCause,
-}
-
-impl Drop for End {
-    fn drop(&mut self) {
-        // The supervisor may already be past waiting: the first cause is what counts.
-        let _ = self.events.send(self.cause.clone());
-    }
 }
 
 fn run(binder: Box<dyn VcpuBinder>, shared: &Shared) -> ExitCause {
@@ -87,7 +100,7 @@ fn run_guest(
 ) -> Result<ExitCause, bantam_hypervisor::HypervisorError> {
     let bus = &shared.bus;
     let mut unmarked = first;
-    while !shared.stop.load(Ordering::Acquire) {
+    while !shared.ending.is_decided() {
         let exit = vcpu.run()?;
         if std::mem::take(&mut unmarked) {
             shared.timeline.mark(Phase::FirstExit);
