@@ -52,7 +52,7 @@ Every command about machines is also `bantam machine COMMAND`.";
 /// The running program, also when its file was replaced.
 pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
 
-/// Options of every subcommand.
+// Options of every subcommand.
 #[derive(Debug, Args)]
 pub(crate) struct Global {
     /// Keep images and machines below DIR instead of the XDG directories
@@ -140,7 +140,11 @@ pub(crate) enum ErrorFormat {
     Json,
 }
 
+// `defer`, here and below: the arguments of a command are only made when it is the one that is run,
+// which is half of the time that all took. They are then added to the command's own description, so
+// none of their structures may have a `///` comment: it would take the place of that.
 #[derive(Debug, Subcommand)]
+#[command(defer = true)]
 pub(crate) enum Command {
     #[command(flatten)]
     Machine(MachineCommand),
@@ -183,6 +187,34 @@ mod tests {
     #[test]
     fn the_command_line_is_well_formed() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_is_described_alike_in_the_list_and_in_its_own_help() {
+        fn check(list: &clap::Command, built: &clap::Command, below: &str) {
+            for command in list.get_subcommands() {
+                let name = command.get_name();
+                let own = built.find_subcommand(name).unwrap();
+                let about = command.get_about().map(ToString::to_string);
+                assert_eq!(
+                    own.get_about().map(ToString::to_string),
+                    about,
+                    "{below} {name}"
+                );
+                assert!(own.get_long_about().is_none(), "{below} {name}");
+            }
+        }
+        let mut built = Cli::command();
+        built.build();
+        check(&Cli::command(), &built, "");
+        let image = ImageCommand::augment_subcommands(clap::Command::new("image"));
+        check(&image, built.find_subcommand("image").unwrap(), "image");
+        let machine = MachineCommand::augment_subcommands(clap::Command::new("machine"));
+        check(
+            &machine,
+            built.find_subcommand("machine").unwrap(),
+            "machine",
+        );
     }
 
     #[test]

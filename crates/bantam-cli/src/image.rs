@@ -21,6 +21,7 @@ const NAMES: &str = "\
 REF is a reference such as debian:12, a digest, or the first digits of a digest (6 at least).";
 
 #[derive(Debug, Subcommand)]
+#[command(defer = true)]
 pub(crate) enum ImageCommand {
     /// Fetch images from their registries, ready to boot
     Pull(PullArgs),

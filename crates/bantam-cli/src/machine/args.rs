@@ -16,6 +16,7 @@ Exit status: the command's own; 124 after --timeout, 126 not executable, 127 not
 128+N killed by signal N, 125 bantam's own failure, 2 a mistake on the command line.";
 
 #[derive(Debug, Subcommand)]
+#[command(defer = true)]
 pub(crate) enum MachineCommand {
     /// Boot a one-off machine, run a command in it, remove the machine
     Run(Box<RunArgs>),
@@ -70,7 +71,7 @@ impl MachineCommand {
     }
 }
 
-/// Which machine.
+// Which machine.
 #[derive(Debug, Args)]
 pub(crate) struct NameArg {
     /// The machine; else $BANTAM_MACHINE_NAME, else 'default'
@@ -87,7 +88,7 @@ impl NameArg {
     }
 }
 
-/// Which machine, for what is better not done to the wrong one.
+// Which machine, for what is better not done to the wrong one.
 #[derive(Debug, Args)]
 pub(crate) struct RequiredNameArg {
     /// The machine; else $BANTAM_MACHINE_NAME
@@ -113,7 +114,7 @@ pub(crate) fn given_name(name: Option<&str>) -> Result<Option<MachineName>, Fail
         .transpose()
 }
 
-/// How a command is run.
+// How a command is run.
 #[derive(Debug, Args)]
 pub(crate) struct CommandArgs {
     /// Pass standard input to the command
@@ -129,7 +130,7 @@ pub(crate) struct CommandArgs {
     pub(crate) timeout: Option<Duration>,
 }
 
-/// What a command finds around it.
+// What a command finds around it.
 #[derive(Debug, Args)]
 pub(crate) struct ContextArgs {
     /// Set a variable; NAME alone takes the value from here (repeatable)
@@ -148,7 +149,7 @@ pub(crate) struct ContextArgs {
     pub(crate) user: Option<String>,
 }
 
-/// What the result looks like.
+// What the result looks like.
 #[derive(Debug, Args)]
 pub(crate) struct OutputArgs {
     /// One JSON object on standard output instead of the command's bytes; errors are JSON, too
@@ -163,7 +164,7 @@ pub(crate) struct OutputArgs {
     pub(crate) timings: bool,
 }
 
-/// What a machine is made of.
+// What a machine is made of.
 #[derive(Debug, Args)]
 pub(crate) struct MachineArgs {
     /// Registry reference, ./archive.tar, layout or root directory, or - for standard input
@@ -216,7 +217,7 @@ pub(crate) struct MachineArgs {
     pub(crate) platform: Option<Platform>,
 }
 
-/// The size of a named machine's disk.
+// The size of a named machine's disk.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct DiskArgs {
     /// Size of a named machine's disk in GiB; it takes no more than is written

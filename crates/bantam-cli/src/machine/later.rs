@@ -7,8 +7,9 @@ use clap::{Args, Subcommand};
 
 use crate::failure::Failure;
 
-/// Commands that are refused.
+// Commands that are refused.
 #[derive(Debug, Subcommand)]
+#[command(defer = true)]
 pub(crate) enum Later {
     /// Not yet: copy a running machine
     #[command(alias = "fork", hide = true)]
@@ -24,7 +25,7 @@ pub(crate) enum Later {
     Checkpoint(AnyArgs),
 }
 
-/// Whatever follows.
+// Whatever follows.
 #[derive(Debug, Args)]
 pub(crate) struct AnyArgs {
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -47,7 +48,7 @@ macro_rules! later_args {
         values { $($value:ident $long:literal $(short $short:literal)?,)* }
         flags { $($flag:ident $flag_long:literal,)* }
     ) => {
-        /// Options that are refused.
+        // Options that are refused.
         #[derive(Debug, Default, Args)]
         pub(crate) struct LaterArgs {
             $(#[arg(long = $long, $(short = $short,)? hide = true)]

@@ -13,7 +13,7 @@ use crate::show::{json, out, printable};
 
 const HEADING: &str = "Network (off unless asked for)";
 
-/// The network of a new machine.
+// The network of a new machine.
 #[derive(Debug, Default, Args)]
 pub(crate) struct NetworkArgs {
     /// Let the machine reach public addresses
@@ -52,7 +52,7 @@ pub(crate) struct NetworkArgs {
     pub(crate) net_backend: Option<String>,
 }
 
-/// What a new machine takes over from this host.
+// What a new machine takes over from this host.
 #[derive(Debug, Default, Args)]
 pub(crate) struct HostArgs {
     #[command(flatten)]
@@ -162,7 +162,7 @@ impl NetworkArgs {
     }
 }
 
-/// Changes to the network of a machine.
+// Changes to the network of a machine.
 #[derive(Debug, Default, Args)]
 pub(crate) struct NetworkChangeArgs {
     #[command(flatten)]
