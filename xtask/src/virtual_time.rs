@@ -156,6 +156,11 @@ pub(crate) fn boots(
     for (path, bytes) in rig::libraries()? {
         files.push((path, bytes, 0o755));
     }
+    // As on any host: without it the linker looks into one folder after the other.
+    let cache = Path::new("/etc/ld.so.cache");
+    if cache.exists() {
+        files.push(host_file("etc/ld.so.cache", cache, 0o644)?);
+    }
     collect(&store, "home", &mut files)?;
     let job = format!(
         "#!/bin/busybox sh\n/bin/bench --virtual-time {IMAGE} {} </dev/null\n\
