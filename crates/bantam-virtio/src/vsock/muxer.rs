@@ -254,6 +254,8 @@ impl Muxer {
         self.close_parted();
         self.open(connect);
         self.serve_rx(CALLER_BATCH);
+        // Before the guest hears of it, which answers at once and would still kick for that.
+        let more = self.rest();
         self.rx.notify();
         // Not before its bytes were taken out of it: they would be news for the worker.
         if let Some(connection) = self.connections.get(&id)
@@ -263,7 +265,7 @@ impl Muxer {
             self.reset(id);
         }
         let waiting = !self.line.is_empty() || !self.replies.is_empty();
-        if self.rest() || waiting && !self.starved {
+        if more || waiting && !self.starved {
             self.shared.wake_muxer();
         }
         None
@@ -275,9 +277,11 @@ impl Muxer {
         self.rx.disable_kicks();
         let tx_full = self.serve_tx(BATCH);
         let rx_full = self.serve_rx(BATCH);
+        // Before the guest hears of anything, which answers at once and would still kick for that.
+        let more = tx_full || rx_full || self.rest();
         self.tx.notify();
         self.rx.notify();
-        tx_full || rx_full || self.rest()
+        more
     }
 
     /// Has the worker woken for what is next. True if there is something to do right away.

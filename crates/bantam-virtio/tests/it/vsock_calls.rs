@@ -2,15 +2,17 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
-use bantam_virtio::testing::{Buffer, Guest, Transport};
+use bantam_virtio::testing::{Buffer, Guest, PATIENCE, Transport};
 use bantam_virtio::vsock::{EARLY_DATA, MAX_CONNECTIONS, Opened};
 use bantam_virtio::{
-    Activation, EventFd, Interrupt, QueueWiring, VirtioDevice, VsockDevice, features,
+    Activation, EventFd, GuestRam, Interrupt, QueueWiring, VirtioDevice, Vsock, VsockDevice,
+    features,
 };
+use vm_memory::{Bytes, GuestAddress};
 
 use crate::vsock_driver::{
     CREDIT_REQUEST, CREDIT_UPDATE, Driver, Packet, REQUEST, RESPONSE, RST, RW, SHUTDOWN,
@@ -385,14 +387,12 @@ impl Interrupt for Broken {
     fn needs_reset(&self) {}
 }
 
-#[test]
-fn streams_end_when_the_worker_panics() {
+/// A device whose interrupts go to `interrupt`, a guest with its rings, and their kicks.
+fn wired(interrupt: Arc<dyn Interrupt>) -> (VsockDevice, Vsock, Guest, Vec<EventFd>) {
     let (mut device, vsock) = VsockDevice::new(3).unwrap();
     // Its rings and memory are what is wanted of it.
     let (unused, _) = VsockDevice::new(3).unwrap();
-    let mut guest = Guest::attach(Transport::Direct, Box::new(unused), u16::MAX);
-    let configs = guest.configs();
-    let broken = Arc::new(Broken(AtomicBool::new(false)));
+    let guest = Guest::attach(Transport::Direct, Box::new(unused), u16::MAX);
     let features = device.features() | features::TRANSPORT;
     let kicks: Vec<_> = (0..3)
         .map(|_| EventFd::new(libc::EFD_NONBLOCK).unwrap())
@@ -403,10 +403,10 @@ fn streams_end_when_the_worker_panics() {
         memory: guest.memory.clone(),
         features,
         kick: kicks[usize::from(index)].try_clone().unwrap(),
-        interrupt: broken.clone(),
+        interrupt: interrupt.clone(),
         cursor: Arc::default(),
     };
-    let queues = (0..3).zip(&configs);
+    let queues = (0..3).zip(guest.configs());
     let queues = queues.map(|(index, config)| config.activate(wiring(index)).unwrap());
     let queues = queues.collect();
     let memory = guest.memory.clone();
@@ -417,6 +417,13 @@ fn streams_end_when_the_worker_panics() {
             queues,
         })
         .unwrap();
+    (device, vsock, guest, kicks)
+}
+
+#[test]
+fn streams_end_when_the_worker_panics() {
+    let broken = Arc::new(Broken(AtomicBool::new(false)));
+    let (_device, vsock, mut guest, kicks) = wired(broken.clone());
     let room = guest.alloc(8 * 4096);
     for n in 0..8 {
         guest.rings[0].add(&[Buffer::writable(room + n * 4096, 4096)]);
@@ -431,4 +438,74 @@ fn streams_end_when_the_worker_panics() {
     let patience = Some(Duration::from_secs(20));
     opened.stream.set_read_timeout(patience).unwrap();
     assert_eq!(opened.stream.read(&mut [0]).unwrap(), 0);
+}
+
+/// An interrupt line whose guest notes for which of its packets it would kick.
+#[derive(Default)]
+struct Prompt {
+    ring: OnceLock<(Arc<GuestRam>, u64)>,
+    /// `avail_event` at each interrupt for packets.
+    events: Mutex<Vec<u16>>,
+}
+
+impl Interrupt for Prompt {
+    fn used_queue(&self, queue: u16) {
+        if queue == 0
+            && let Some((memory, at)) = self.ring.get()
+        {
+            let event: u16 = memory.load(GuestAddress(*at), Ordering::SeqCst).unwrap();
+            self.events.lock().unwrap().push(event);
+        }
+    }
+    fn config_changed(&self) {}
+    fn needs_reset(&self) {}
+}
+
+#[test]
+fn a_guest_that_answers_at_once_knows_already_what_nobody_need_be_woken_for() {
+    let prompt = Arc::new(Prompt::default());
+    let (_device, vsock, mut guest, kicks) = wired(prompt.clone());
+    let tx = guest.rings[1].config();
+    let avail_event = tx.used_ring + 4 + 8 * u64::from(tx.size);
+    let ring = (guest.memory.clone(), avail_event);
+    assert!(prompt.ring.set(ring).is_ok());
+    let room = guest.alloc(8 * 4096);
+    for n in 0..8 {
+        guest.rings[0].add(&[Buffer::writable(room + n * 4096, 4096)]);
+    }
+    kicks[0].write(1).unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    let until = |found: &mut dyn FnMut() -> bool| {
+        while !found() {
+            assert!(Instant::now() < deadline);
+            std::thread::yield_now();
+        }
+    };
+    let _first = vsock.connect_with(PORT, b"call").unwrap();
+    let mut packets = 0;
+    until(&mut || {
+        packets += usize::from(guest.rings[0].take_used().is_some());
+        packets == 2
+    });
+    // As Linux does. The first connection has the first of the host's ports.
+    let mut said = 0;
+    for op in [RESPONSE, CREDIT_UPDATE] {
+        let header = Packet::new(op, PORT, 1 << 30).header();
+        let addr = guest.place(&header);
+        guest.rings[1].add(&[Buffer::readable(addr, header.len() as u32)]);
+        kicks[1].write(1).unwrap();
+        said += 1;
+        until(&mut || guest.rings[1].take_used().is_some());
+    }
+    // Asks for an interrupt at the next one.
+    assert!(guest.rings[0].take_used().is_none());
+    prompt.events.lock().unwrap().clear();
+    let _second = vsock.connect_with(PORT, b"call").unwrap();
+    until(&mut || !prompt.events.lock().unwrap().is_empty());
+    let event = prompt.events.lock().unwrap()[0];
+    assert_eq!(
+        event,
+        said + 2,
+        "the two answers to the second call wake nobody"
+    );
 }
