@@ -11,6 +11,8 @@
 
 use std::fs;
 use std::io::Read;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use bantam_virtio::testing::{Buffer, Transport};
@@ -18,6 +20,9 @@ use bantam_virtio::testing::{Buffer, Transport};
 #[path = "it/vsock_driver.rs"]
 mod vsock_driver;
 use vsock_driver::{CREDIT_UPDATE, Driver, Packet, REQUEST, RESPONSE, RST, RW, SHUTDOWN};
+
+/// Held by the test whose worker is looked at.
+static ONE: Mutex<()> = Mutex::new(());
 
 /// How often the thread called `name` has gone to sleep.
 fn sleeps(name: &str) -> u64 {
@@ -44,8 +49,9 @@ fn say(driver: &mut Driver, packet: &Packet) {
     }
 }
 
-/// A request, its answer, the end. The guest says `resets` resets to an end; Linux says two.
-fn call(driver: &mut Driver, resets: usize) {
+/// A request, its answer after a while, the end. The guest says `resets` resets to an end; Linux says
+/// two.
+fn call(driver: &mut Driver, resets: usize, takes: Duration) {
     let mut opened = driver.vsock.connect_with(1025, b"request").unwrap();
     let mut request = None;
     let request = loop {
@@ -61,6 +67,7 @@ fn call(driver: &mut Driver, resets: usize) {
             _ => break request.unwrap(),
         }
     };
+    thread::sleep(takes);
     for op in [RESPONSE, CREDIT_UPDATE] {
         say(driver, &Packet::new(op, 1025, request.host_port));
     }
@@ -72,23 +79,60 @@ fn call(driver: &mut Driver, resets: usize) {
     driver.vsock.part(opened.id, opened.stream.into());
 }
 
+/// In some round of calls the worker sleeps at most so often. In any of them the host's scheduler may stop
+/// somebody for so long that the worker looks.
+fn sleeps_at_most(limit: u64, rounds: usize, mut round: impl FnMut()) {
+    let counts: Vec<u64> = (0..rounds)
+        .map(|_| {
+            let before = sleeps("vsock");
+            round();
+            sleeps("vsock") - before
+        })
+        .collect();
+    assert!(*counts.iter().min().unwrap() <= limit, "{counts:?}");
+}
+
 #[test]
 fn a_call_after_another_wakes_the_worker_for_its_answer_alone() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let mut driver = Driver::ready(Transport::Direct);
+    let at_once = Duration::ZERO;
     // Then the thread has its name.
-    call(&mut driver, 2);
-    // Any of them may be the one that the host's scheduler stops for so long that the worker looks.
-    let mut ten = || {
-        let before = sleeps("vsock");
-        (0..10).for_each(|_| call(&mut driver, 2));
-        sleeps("vsock") - before
-    };
-    let counts: Vec<u64> = (0..20).map(|_| ten()).collect();
-    let least = *counts.iter().min().unwrap();
-    assert!(least <= 11, "{counts:?}");
+    call(&mut driver, 2, at_once);
+    sleeps_at_most(11, 20, || {
+        (0..10).for_each(|_| call(&mut driver, 2, at_once))
+    });
 
     // A guest that has never said less is waited for, and one that does so from now on only once.
     let begun = Instant::now();
-    (0..500).for_each(|_| call(&mut driver, 1));
+    (0..500).for_each(|_| call(&mut driver, 1, at_once));
     assert!(begun.elapsed() < Duration::from_secs(8), "each waits 20 ms");
+}
+
+#[test]
+fn a_slow_guest_is_waited_for_without_a_look() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut driver = Driver::ready(Transport::Direct);
+    let slowly = Duration::from_millis(30);
+    call(&mut driver, 2, slowly);
+    sleeps_at_most(11, 10, || {
+        (0..10).for_each(|_| call(&mut driver, 2, slowly))
+    });
+}
+
+#[test]
+fn a_lone_call_wakes_the_worker_for_its_answer_and_once_more() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut driver = Driver::ready(Transport::Direct);
+    let mut lone = || {
+        call(&mut driver, 0, Duration::ZERO);
+        let end = driver.expect(SHUTDOWN);
+        for _ in 0..2 {
+            say(&mut driver, &Packet::new(RST, 1025, end.host_port));
+        }
+        // Until all that can wait is done.
+        thread::sleep(Duration::from_millis(60));
+    };
+    lone();
+    sleeps_at_most(11, 10, || (0..5).for_each(|_| lone()));
 }

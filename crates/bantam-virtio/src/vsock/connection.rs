@@ -137,10 +137,10 @@ impl Connection {
     }
 
     /// Whether what the guest has to say next changes nothing by itself: its answer to a request
-    /// behind which all there is has gone out, or to the host's end of both directions.
+    /// behind which all there is has gone out, and that it has read it; or its answer to the host's
+    /// end of both directions.
     pub(super) fn needs_no_answer(&self) -> bool {
-        let asked = self.state.phase == Phase::Connecting && self.early && !self.readable;
-        asked || self.is_closed()
+        self.early && !self.readable || self.is_closed()
     }
 
     /// A connection that the guest asked for, with `request`.

@@ -8,15 +8,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::muxer::Slot;
+use super::muxer::{Muxer, Slot};
 use super::{BACKLOG, MAX_CONNECTIONS};
 use crate::sys::{self, EventFd, Interest, Timer, Watcher};
 
 /// Connections that callers have parted with and the guest has not been told of.
 const MAX_PARTED: usize = 8;
-/// How long an answer of the guest that nothing depends on may wait in the ring, should nothing come
-/// after it.
-const ANSWER_PATIENCE: Duration = Duration::from_millis(20);
 /// How long the guest is not told, should there be nothing else to tell it.
 const PARTING_PATIENCE: Duration = Duration::from_millis(20);
 
@@ -41,10 +38,16 @@ struct State {
     watcher: Option<Watcher>,
     /// The worker has nothing to do and has to be woken.
     asleep: bool,
-    /// The guest is to answer.
-    expecting: bool,
-    /// The timer is to ring for something that waits.
-    armed: bool,
+    /// When the worker is to look for what the guest was expected to say.
+    answers_due: Option<Instant>,
+    /// When it is to close what callers have parted with.
+    parting_due: Option<Instant>,
+    /// When the timer rings, which may be for nothing.
+    rings: Option<Instant>,
+    /// When a caller last parted with a connection.
+    parted_at: Option<Instant>,
+    /// No call came soon after that, and none is expected to.
+    lone: bool,
     /// The device is gone for good.
     closed: bool,
 }
@@ -67,6 +70,16 @@ pub(super) enum Opening {
     OnWrite,
     /// At once, and the host has written something.
     Written,
+}
+
+/// When what a caller has parted with is closed.
+enum Parting {
+    /// With the next request, or when its time has come.
+    Waits,
+    /// At once.
+    Lone,
+    /// At once, as there are several.
+    Many,
 }
 
 /// Accepted connections that nobody took yet.
@@ -106,7 +119,8 @@ impl Shared {
     pub(super) fn detach(&self) {
         let mut state = self.lock();
         state.watcher = None;
-        state.armed = false;
+        state.answers_due = None;
+        state.parting_due = None;
         for (_, stream) in state.parted.drain(..) {
             end(&stream);
         }
@@ -134,51 +148,105 @@ impl Shared {
     }
 
     /// The guest is to answer: the muxer looks after that in a while, if nothing wakes it before.
-    pub(super) fn expects(&self) {
+    /// What is waited for already is not put off.
+    pub(super) fn expects(&self, patience: Duration) {
         let mut state = self.lock();
-        state.expecting = true;
-        self.arm(&mut state, ANSWER_PATIENCE);
+        if state.answers_due.is_none() {
+            state.answers_due = Instant::now().checked_add(patience);
+        }
+        self.set_timer(&mut state);
     }
 
     /// The guest has said all that was expected of it. The timer may still ring, for nothing.
     pub(super) fn expects_nothing(&self) {
         let mut state = self.lock();
-        let expected = std::mem::take(&mut state.expecting);
-        if state.parted.is_empty() {
-            state.armed = false;
-        } else if expected {
-            // It was set for an answer, and a caller has parted with a connection since.
-            state.armed = false;
-            self.arm(&mut state, PARTING_PATIENCE);
-        }
+        state.answers_due = None;
+        self.set_timer(&mut state);
     }
 
-    /// Has the timer ring in a while. What waits already is not put off.
-    fn arm(&self, state: &mut State, patience: Duration) {
-        if state.armed {
+    /// Has the timer ring for what is due first, if anything waits.
+    fn set_timer(&self, state: &mut State) {
+        let due = state.answers_due.into_iter().chain(state.parting_due).min();
+        let Some(due) = due.filter(|_| due != state.rings) else {
             return;
-        }
-        state.armed = true;
-        if let Err(error) = self.timer.set(patience) {
+        };
+        state.rings = Some(due);
+        // Zero would stop it.
+        let left = due.saturating_duration_since(Instant::now());
+        if let Err(error) = self.timer.set(left.max(Duration::from_micros(1))) {
             tracing::error!(%error, "setting the vsock worker's timer");
             self.wake_muxer();
         }
     }
 
-    /// The timer may have rung. Whether it did, and for something that still waits.
+    /// The timer may have rung. Whether answers of the guest are due. What was parted with is closed by
+    /// whoever is awake.
     pub(super) fn has_rung(&self) -> io::Result<bool> {
         let mut state = self.lock();
-        let rung = self.timer.drain()? && state.armed;
-        if rung {
-            state.armed = false;
+        if !self.timer.drain()? {
+            return Ok(false);
         }
-        Ok(rung)
+        state.rings = None;
+        let now = Instant::now();
+        let is_due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
+        if is_due(state.parting_due) {
+            state.parting_due = None;
+            state.lone = true;
+        }
+        let look = is_due(state.answers_due);
+        if look {
+            state.answers_due = None;
+        }
+        self.set_timer(&mut state);
+        Ok(look)
     }
 
-    /// The worker is about to wait. False if there is a connection to open before that.
+    /// A caller calls. If that is soon after a connection was parted with, the next may be, too.
+    fn is_called(&self) {
+        let mut state = self.lock();
+        if (state.parted_at).is_some_and(|at| at.elapsed() < PARTING_PATIENCE) {
+            state.lone = false;
+        }
+    }
+
+    /// Notes what a caller has parted with. Gives the stream back if there is no device to tell.
+    fn parts(&self, id: ConnectionId, stream: Arc<UnixStream>) -> Result<Parting, Arc<UnixStream>> {
+        let mut state = self.lock();
+        if state.watcher.is_none() {
+            return Err(stream);
+        }
+        let now = Instant::now();
+        state.parted.push((id.0, stream));
+        state.parted_at = Some(now);
+        if state.parted.len() >= MAX_PARTED {
+            return Ok(Parting::Many);
+        }
+        if state.parting_due.is_none() {
+            state.parting_due = now.checked_add(PARTING_PATIENCE);
+        }
+        if state.lone {
+            return Ok(Parting::Lone);
+        }
+        self.set_timer(&mut state);
+        Ok(Parting::Waits)
+    }
+
+    /// What was parted with waits for its time, unless the worker is awake to close it.
+    fn parting_waits(&self) {
+        let mut state = self.lock();
+        if state.asleep {
+            self.set_timer(&mut state);
+        }
+    }
+
+    /// The worker is about to wait. False if there is a connection to open or to close before that.
     pub(super) fn falls_asleep(&self) -> bool {
         let mut state = self.lock();
-        state.asleep = state.connects.is_empty();
+        let closes = state.lone && !state.parted.is_empty();
+        state.asleep = state.connects.is_empty() && !closes;
+        if state.asleep {
+            self.set_timer(&mut state);
+        }
         state.asleep
     }
 
@@ -202,7 +270,9 @@ impl Shared {
 
     /// What callers have parted with, to be closed.
     pub(super) fn take_parted(&self) -> Vec<(u64, Arc<UnixStream>)> {
-        std::mem::take(&mut self.lock().parted)
+        let mut state = self.lock();
+        state.parting_due = None;
+        std::mem::take(&mut state.parted)
     }
 
     /// The next connection to open.
@@ -331,6 +401,7 @@ impl Vsock {
     pub fn connect_with(&self, port: u32, bytes: &[u8]) -> io::Result<Opened> {
         let (stream, theirs) = pair()?;
         let sent = sys::send(&stream, bytes)?;
+        self.shared.is_called();
         let id = self.shared.next_id();
         let connect = Connect {
             id,
@@ -357,19 +428,22 @@ impl Vsock {
     /// Ends a connection of [`connect_with`](Self::connect_with), whose stream is `stream`, in both
     /// directions, for every holder, when there is an occasion: when another connection is opened, or
     /// the device has something to do, and in 20 ms at the latest. That saves both sides a wake-up.
+    /// Where no other connection followed the last time, it is ended at once, by the calling thread.
     pub fn part(&self, id: ConnectionId, stream: Arc<UnixStream>) {
-        let mut state = self.shared.lock();
-        if state.watcher.is_none() {
-            drop(state);
-            end(&stream);
-            return;
-        }
-        state.parted.push((id.0, stream));
-        if state.parted.len() >= MAX_PARTED {
-            drop(state);
-            self.shared.wake_muxer();
-        } else {
-            self.shared.arm(&mut state, PARTING_PATIENCE);
+        match self.shared.parts(id, stream) {
+            Err(stream) => end(&stream),
+            Ok(Parting::Waits) => {}
+            Ok(Parting::Many) => self.shared.wake_muxer(),
+            Ok(Parting::Lone) => {
+                let closed = match self.muxer.try_lock() {
+                    Ok(mut muxer) => muxer.as_mut().is_some_and(Muxer::close_now),
+                    // As a rule it is the worker, which closes it before it sleeps.
+                    Err(_) => false,
+                };
+                if !closed {
+                    self.shared.parting_waits();
+                }
+            }
         }
     }
 
@@ -506,4 +580,102 @@ pub(super) fn end(stream: &UnixStream) {
 
 fn gone() -> io::Error {
     io::Error::new(io::ErrorKind::BrokenPipe, "the vsock device is gone")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::sys::Poller;
+
+    /// What a device shares with its callers, with a poller for its timer.
+    fn shared() -> (Shared, Poller) {
+        let (shared, poller) = (Shared::new().unwrap(), Poller::new().unwrap());
+        shared.attach(poller.watcher());
+        poller.add(shared.timer(), 0, Interest::READ).unwrap();
+        (shared, poller)
+    }
+
+    fn part(shared: &Shared) -> Parting {
+        let (stream, _) = pair().unwrap();
+        let parting = shared.parts(ConnectionId(0), Arc::new(stream));
+        parting.ok().unwrap()
+    }
+
+    /// Waits for the timer. The limit ends a hang.
+    fn rings(poller: &mut Poller) -> bool {
+        let mut ready = Vec::new();
+        poller
+            .wait(&mut ready, Some(Duration::from_secs(20)))
+            .unwrap();
+        !ready.is_empty()
+    }
+
+    /// Nobody has called after the last connection was parted with.
+    fn lone() -> (Shared, Poller) {
+        let (shared, mut poller) = shared();
+        assert!(matches!(part(&shared), Parting::Waits));
+        assert!(rings(&mut poller));
+        assert!(!shared.has_rung().unwrap(), "no answer is due");
+        assert_eq!(shared.take_parted().len(), 1);
+        (shared, poller)
+    }
+
+    #[test]
+    fn an_answer_that_is_long_in_coming_does_not_put_off_a_parting() {
+        let (shared, mut poller) = shared();
+        shared.expects(Duration::from_secs(3600));
+        assert!(matches!(part(&shared), Parting::Waits));
+        assert!(rings(&mut poller));
+        assert!(!shared.has_rung().unwrap(), "its time has not come");
+    }
+
+    #[test]
+    fn a_parting_does_not_bring_forward_the_look_for_an_answer() {
+        let (shared, mut poller) = shared();
+        assert!(matches!(part(&shared), Parting::Waits));
+        shared.expects(2 * PARTING_PATIENCE);
+        // Closed with the request.
+        assert_eq!(shared.take_parted().len(), 1);
+        let mut looks = false;
+        while !looks {
+            assert!(rings(&mut poller));
+            looks = shared.has_rung().unwrap();
+            assert_eq!(looks, shared.lock().answers_due.is_none());
+        }
+    }
+
+    #[test]
+    fn the_worker_does_not_sleep_over_what_a_lone_caller_parts_with_meanwhile() {
+        let (shared, _poller) = lone();
+        shared.is_awake();
+        assert!(matches!(part(&shared), Parting::Lone));
+        // The worker has the muxer.
+        shared.parting_waits();
+        assert!(!shared.falls_asleep());
+        assert_eq!(shared.take_parted().len(), 1);
+        assert!(shared.falls_asleep());
+    }
+
+    #[test]
+    fn what_the_worker_was_to_close_has_its_time_when_somebody_calls_meanwhile() {
+        let (shared, mut poller) = lone();
+        shared.is_awake();
+        assert!(matches!(part(&shared), Parting::Lone));
+        shared.parting_waits();
+        // Its request goes another way, which does not wake the worker.
+        shared.is_called();
+        assert!(shared.falls_asleep());
+        assert!(rings(&mut poller));
+    }
+
+    #[test]
+    fn what_another_caller_keeps_from_being_closed_at_once_has_its_time() {
+        let (shared, mut poller) = lone();
+        assert!(shared.falls_asleep());
+        assert!(matches!(part(&shared), Parting::Lone));
+        // Another caller has the muxer, and is past closing.
+        shared.parting_waits();
+        assert!(rings(&mut poller));
+    }
 }

@@ -5,6 +5,7 @@
 //! scheme of §5.10.6.3. A half-close passes in both directions. What the guest sent before it closed
 //! or reset a connection reaches the host's stream; after that the stream is at its end.
 
+mod awaited;
 mod connection;
 mod drain;
 mod host;

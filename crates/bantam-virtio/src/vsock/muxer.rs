@@ -16,6 +16,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::awaited::{Awaited, Told};
 use super::connection::{Connection, Phase, Violation};
 use super::host::{Connect, Opening, Shared};
 use super::packet::{HEADER_LEN, Header, TYPE_STREAM, op, shutdown};
@@ -31,8 +32,10 @@ const BATCH: usize = 64;
 const CALLER_BATCH: usize = 16;
 /// Receive buffers without room that are looked at for one packet.
 const MAX_USELESS: usize = 8;
-/// Answers of the guest that are not waited for one by one.
-const MAX_EXPECTED: usize = 8;
+/// How long an answer of the guest that nothing depends on may wait in the ring, should nothing come
+/// after it: at first, and when it has turned out to be merely slow.
+const PATIENCE: Duration = Duration::from_millis(20);
+const MAX_PATIENCE: Duration = Duration::from_millis(80);
 /// Receive buffers filled by one read of a stream: 128 KiB with Linux's 4 KiB buffers.
 const MAX_BURST: usize = 32;
 /// Resets waiting for receive buffers before the transmit ring is left alone.
@@ -161,14 +164,12 @@ pub(super) struct Muxer {
     line: VecDeque<u64>,
     /// Resets for the guest that belong to no connection (any more).
     replies: VecDeque<Header>,
-    /// Connections that the guest was asked for, or told the end of, and has not answered.
-    asked: Vec<u64>,
-    /// The guest tells its credit when it has read all there was, as Linux does, also right after a
-    /// request.
-    tells_credit: bool,
-    /// The guest answers twice to the end of both directions, as Linux does: when it hears of it, and when
-    /// its program closes the socket.
-    resets_twice: bool,
+    /// What the guest should say, and nobody need be woken for.
+    awaited: Awaited,
+    /// Packets of the guest for which it does not kick, should it send no more.
+    unkicked: u16,
+    /// How long they may wait.
+    patience: Duration,
     /// The guest has said something that is no such answer.
     has_news: bool,
     next_port: u32,
@@ -200,9 +201,9 @@ impl Muxer {
             by_ports: HashMap::new(),
             line: VecDeque::new(),
             replies: VecDeque::new(),
-            asked: Vec::new(),
-            tells_credit: false,
-            resets_twice: false,
+            awaited: Awaited::default(),
+            unkicked: 0,
+            patience: PATIENCE,
             has_news: false,
             next_port: FIRST_EPHEMERAL_PORT,
             starved: false,
@@ -230,33 +231,30 @@ impl Muxer {
         Ok(self.pass())
     }
 
-    /// Takes what the guest has said unasked for a while.
+    /// Takes what the guest has not kicked for, as it has not said all that was expected for a while.
     fn look(&mut self) {
         self.has_news = false;
-        self.serve_tx(BATCH);
-        if self.has_news || self.expected() > 0 {
-            // It says less than was expected, or is slow. Now every packet is a reason to look.
-            self.asked.clear();
-            self.tells_credit = false;
-            self.resets_twice = false;
+        self.serve_tx(self.unkicked.into());
+        let slow = !self.has_news && self.expected() > 0;
+        if slow && self.patience < MAX_PATIENCE {
+            self.patience *= 2;
+        } else if slow || self.has_news {
+            self.awaited.disappointed();
+            self.patience = PATIENCE;
         }
     }
 
     /// On a caller's thread: opens a connection whose stream holds its first bytes already and asks
     /// the guest. Gives it back if the worker is to do that, because others wait for their turn.
     pub(super) fn open_now(&mut self, connect: Connect) -> Option<Connect> {
-        let at_rest = self.line.is_empty() && self.replies.is_empty() && !self.starved;
-        if !at_rest || self.connections.len() >= MAX_CONNECTIONS {
+        if !self.is_at_rest() || self.connections.len() >= MAX_CONNECTIONS {
             return Some(connect);
         }
         let id = connect.id;
         // First, as the guest answers to it at once, and what it answers to a request later.
         self.close_parted();
         self.open(connect);
-        self.serve_rx(CALLER_BATCH);
-        // Before the guest hears of it, which answers at once and would still kick for that.
-        let more = self.rest();
-        self.rx.notify();
+        let more = self.serve_caller();
         // Not before its bytes were taken out of it: they would be news for the worker.
         if let Some(connection) = self.connections.get(&id)
             && let Err(error) = (self.watcher).add(connection.stream(), id, connection.interest())
@@ -264,17 +262,47 @@ impl Muxer {
             tracing::error!(%error, "watching a vsock stream");
             self.reset(id);
         }
+        self.leave_rest(more);
+        None
+    }
+
+    /// On a caller's thread: closes what callers have parted with. False if the worker is to do that.
+    pub(super) fn close_now(&mut self) -> bool {
+        if !self.is_at_rest() {
+            return false;
+        }
+        self.close_parted();
+        let more = self.serve_caller();
+        self.leave_rest(more);
+        true
+    }
+
+    fn is_at_rest(&self) -> bool {
+        self.line.is_empty() && self.replies.is_empty() && !self.starved
+    }
+
+    /// Tells the guest what a caller has for it. True if there is something to do right away.
+    fn serve_caller(&mut self) -> bool {
+        self.serve_rx(CALLER_BATCH);
+        // Before the guest hears of it, which answers at once and would still kick for that.
+        let more = self.rest();
+        self.rx.notify();
+        more
+    }
+
+    /// Leaves to the worker what a caller has not done.
+    fn leave_rest(&self, more: bool) {
         let waiting = !self.line.is_empty() || !self.replies.is_empty();
         if more || waiting && !self.starved {
             self.shared.wake_muxer();
         }
-        None
     }
 
     /// One bounded pass over both rings. True if there is more to do right away.
     fn pass(&mut self) -> bool {
         self.tx.disable_kicks();
         self.rx.disable_kicks();
+        self.unkicked = 0;
         let tx_full = self.serve_tx(BATCH);
         let rx_full = self.serve_rx(BATCH);
         // Before the guest hears of anything, which answers at once and would still kick for that.
@@ -287,8 +315,9 @@ impl Muxer {
     /// Has the worker woken for what is next. True if there is something to do right away.
     fn rest(&mut self) -> bool {
         let expected = self.expected();
+        self.unkicked = expected;
         if expected > 0 {
-            self.shared.expects();
+            self.shared.expects(self.patience);
         } else {
             self.shared.expects_nothing();
         }
@@ -303,19 +332,11 @@ impl Muxer {
     /// request that has gone out with all there was to send, the last word about a connection that
     /// the host has closed. They are seen together with the next packet.
     fn expected(&self) -> u16 {
-        let mut expected = 0;
-        for id in &self.asked {
-            let connection = self.connections.get(id);
-            let Some(connection) = connection.filter(|it| it.needs_no_answer()) else {
-                return 0;
-            };
-            let again = match connection.is_closed() {
-                true => self.resets_twice,
-                false => self.tells_credit && connection.is_early(),
-            };
-            expected += 1 + u16::from(again);
-        }
-        expected
+        self.awaited.count(|ports| {
+            let id = self.by_ports.get(&ports);
+            let connection = id.and_then(|id| self.connections.get(id));
+            !connection.is_some_and(Connection::needs_no_answer)
+        })
     }
 
     /// The device stops: what the guest sent so far still goes to the host.
@@ -469,7 +490,7 @@ impl Muxer {
         if let Some(connection) = self.connections.get_mut(&id) {
             let ports = (connection.state.host_port, connection.state.guest_port);
             self.by_ports.remove(&ports);
-            self.asked.retain(|&asked| asked != id);
+            self.awaited.over(ports);
             if std::mem::take(&mut connection.in_line) {
                 // A guest without receive buffers would make the line grow without end.
                 self.line.retain(|&waiting| waiting != id);
@@ -521,7 +542,7 @@ impl Muxer {
         let Some(&id) = self.by_ports.get(&ports) else {
             match header.op {
                 op::REQUEST => self.requested(&header),
-                op::RST => self.resets_twice = true,
+                op::RST => self.awaited.reset_unknown(ports),
                 _ => self.reply_reset(&header),
             }
             return;
@@ -535,8 +556,8 @@ impl Muxer {
             return;
         };
         connection.take_credit(header);
-        // Whatever this is, it is what the guest was expected to say.
-        self.asked.retain(|&asked| asked != id);
+        let ports = (header.dst_port, header.src_port);
+        self.awaited.said(ports, header.op, connection.is_early());
         let outcome = match header.op {
             op::RESPONSE if connection.is_watched() => connection.accepted(),
             op::RESPONSE => connection.accepted().and_then(|()| {
@@ -562,10 +583,7 @@ impl Muxer {
                 }
                 received
             }
-            op::CREDIT_UPDATE => {
-                self.tells_credit |= connection.is_early();
-                Ok(())
-            }
+            op::CREDIT_UPDATE => Ok(()),
             op::CREDIT_REQUEST => {
                 connection.owe_credit_update();
                 Ok(())
@@ -714,9 +732,11 @@ impl Muxer {
         });
         match packet {
             Some(header) => {
-                let last = header.op == op::SHUTDOWN && header.flags == shutdown::BOTH;
-                if (header.op == op::REQUEST || last) && self.asked.len() < MAX_EXPECTED {
-                    self.asked.push(id);
+                let ports = (header.src_port, header.dst_port);
+                match (header.op, header.flags) {
+                    (op::REQUEST, _) => self.awaited.told(ports, Told::Request),
+                    (op::SHUTDOWN, shutdown::BOTH) => self.awaited.told(ports, Told::End),
+                    _ => {}
                 }
                 self.send(chain, &header);
             }
