@@ -19,6 +19,8 @@ const PARTING_PATIENCE: Duration = Duration::from_millis(20);
 
 /// What the muxer and the host's callers share.
 pub(super) struct Shared {
+    /// Where the worker runs. A child that was forked has a copy of this, and the guest's memory.
+    process: u32,
     state: Mutex<State>,
     /// Wakes the muxer when there is a connection to open.
     wake: EventFd,
@@ -98,11 +100,22 @@ struct Waiting {
 impl Shared {
     pub(super) fn new() -> io::Result<Shared> {
         Ok(Shared {
+            process: std::process::id(),
             state: Mutex::default(),
             wake: sys::event_fd()?,
             timer: Timer::new()?,
             next_id: AtomicU64::new(0),
         })
+    }
+
+    /// Fails in a child of the device's process, which would write into its parent's rings.
+    fn is_of_this_process(&self) -> io::Result<()> {
+        match self.process == std::process::id() {
+            true => Ok(()),
+            false => Err(io::Error::other(
+                "the vsock device is of the parent process",
+            )),
+        }
     }
 
     /// A number that no other connection has.
@@ -211,6 +224,9 @@ impl Shared {
 
     /// Notes what a caller has parted with. Gives the stream back if there is no device to tell.
     fn parts(&self, id: ConnectionId, stream: Arc<UnixStream>) -> Result<Parting, Arc<UnixStream>> {
+        if self.is_of_this_process().is_err() {
+            return Err(stream);
+        }
         let mut state = self.lock();
         if state.watcher.is_none() {
             return Err(stream);
@@ -375,7 +391,8 @@ impl Vsock {
     ///
     /// # Errors
     /// `BrokenPipe` when the device is gone, `QuotaExceeded` when [`MAX_CONNECTIONS`] wait for a
-    /// guest that does not run, and the host's errors of making a socket pair.
+    /// guest that does not run, `Other` in a forked child of the device's process, and the host's
+    /// errors of making a socket pair.
     pub fn connect(&self, port: u32) -> io::Result<UnixStream> {
         self.open(port, Opening::AtOnce)
     }
@@ -399,6 +416,7 @@ impl Vsock {
     /// # Errors
     /// As [`Vsock::connect`].
     pub fn connect_with(&self, port: u32, bytes: &[u8]) -> io::Result<Opened> {
+        self.shared.is_of_this_process()?;
         let (stream, theirs) = pair()?;
         let sent = sys::send(&stream, bytes)?;
         self.shared.is_called();
@@ -448,6 +466,7 @@ impl Vsock {
     }
 
     fn open(&self, port: u32, opening: Opening) -> io::Result<UnixStream> {
+        self.shared.is_of_this_process()?;
         let (ours, theirs) = pair()?;
         let wake = {
             let mut state = self.shared.lock();

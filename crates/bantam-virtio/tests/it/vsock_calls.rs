@@ -509,3 +509,20 @@ fn a_guest_that_answers_at_once_knows_already_what_nobody_need_be_woken_for() {
         "the two answers to the second call wake nobody"
     );
 }
+
+#[test]
+#[allow(unsafe_code)]
+fn a_forked_child_does_not_write_into_its_parents_rings() {
+    let driver = Driver::ready(Transport::Direct);
+    // SAFETY: what the child calls takes no lock before it fails, and it ends without any cleanup.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let refused = driver.vsock.connect_with(PORT, b"call").is_err();
+        // SAFETY: ends the process.
+        unsafe { libc::_exit(if refused { 7 } else { 8 }) };
+    }
+    let mut status = 0;
+    // SAFETY: `status` is a place for the child's status.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(libc::WEXITSTATUS(status), 7);
+}
