@@ -28,6 +28,9 @@ pub(crate) const REQUEST_LIMIT: Duration = Duration::from_secs(60);
 /// One that was started without a name runs in this process: dropping it ends it at once, and it
 /// ends with the process however that dies. A named one runs in a process of its own and goes on
 /// when this is dropped. [`Machine::stop`] ends either, and asks first.
+///
+/// A child that this process forks cannot use it: there, commands and files of a machine without a name
+/// are errors.
 #[derive(Debug)]
 pub struct Machine(pub(crate) Arc<Inner>);
 

@@ -410,8 +410,8 @@ impl Vsock {
 
     /// The same, with the first bytes, or as many of them as a socket takes. If the device has nothing
     /// else to do, the calling thread itself puts the first [`EARLY_DATA`](super::EARLY_DATA) of
-    /// them into the guest's ring, and no thread of the host is woken. What it calls for that: `sendto`,
-    /// `readv`, `shutdown`, `epoll_ctl`, `timerfd_settime`, and `write` to eventfds.
+    /// them into the guest's ring, and no thread of the host is woken. What it calls for that: `getpid`,
+    /// `sendto`, `readv`, `shutdown`, `epoll_ctl`, `timerfd_settime`, and `write` to eventfds.
     ///
     /// # Errors
     /// As [`Vsock::connect`].
@@ -446,7 +446,8 @@ impl Vsock {
     /// Ends a connection of [`connect_with`](Self::connect_with), whose stream is `stream`, in both
     /// directions, for every holder, when there is an occasion: when another connection is opened, or
     /// the device has something to do, and in 20 ms at the latest. That saves both sides a wake-up.
-    /// Where no other connection followed the last time, it is ended at once, by the calling thread.
+    /// Where no other connection followed the last time, it is ended at once, by the calling thread, with
+    /// the same calls as there.
     pub fn part(&self, id: ConnectionId, stream: Arc<UnixStream>) {
         match self.shared.parts(id, stream) {
             Err(stream) => end(&stream),
