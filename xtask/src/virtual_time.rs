@@ -63,10 +63,10 @@ pub(crate) struct VirtualTimeArgs {
 }
 
 impl VirtualTimeArgs {
-    /// Only the one that does not count.
-    pub(crate) fn one_boot() -> Self {
+    /// As many that count, without a profile.
+    pub(crate) fn boots(runs: u32) -> Self {
         Self {
-            runs: 0,
+            runs,
             kernel: None,
             profile: false,
             timeout: DEFAULT_SECONDS,

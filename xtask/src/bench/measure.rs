@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::results::{Part, Place, Report, Results, Run, SCHEMA, Skipped};
-use super::{Engine, peers};
+use super::{Engine, peers, virtual_time};
 use crate::demo;
 use crate::error::{Error, Result};
 use crate::guest;
@@ -46,7 +46,9 @@ impl Request {
     /// One part after the other, each in a rig of its own: a foreign program that hangs must not take
     /// our numbers with it.
     fn parts(&self, engine: Engine) -> Vec<Self> {
-        let (foreign, ours): (Vec<String>, Vec<String>) = (self.filters.iter().cloned())
+        let (foreign, ours): (Vec<String>, Vec<String>) = (self.filters.iter())
+            .filter(|filter| *filter != virtual_time::ENTRY)
+            .cloned()
             .partition(|filter| engine == Engine::Native && filter == SMOLVM);
         let part = |filters| Self {
             engines: vec![engine],
@@ -55,13 +57,20 @@ impl Request {
         };
         let asked = engine == Engine::Native && self.peers && self.filters.is_empty();
         let mut parts = Vec::new();
-        if !ours.is_empty() || foreign.is_empty() {
+        if !ours.is_empty() || self.filters.is_empty() {
             parts.push(part(ours));
         }
         if asked || !foreign.is_empty() {
             parts.push(part(vec![SMOLVM.to_owned()]));
         }
         parts
+    }
+
+    /// Virtual time has an outer machine of its own, whatever this host can do.
+    fn has_virtual_time(&self) -> bool {
+        let is_named = |filter: &String| virtual_time::ENTRY.contains(filter.as_str());
+        let asked = self.filters.is_empty() || self.filters.iter().any(is_named);
+        asked && self.has(Engine::Native)
     }
 
     fn is_foreign(&self) -> bool {
@@ -92,6 +101,9 @@ pub(super) fn all(request: &Request, progress: &Progress) -> Result<Results> {
                 measured => measured?,
             });
         }
+    }
+    if request.has_virtual_time() {
+        parts.push(virtual_time::measure(request.runs.min(COUNTED), progress)?);
     }
     let wants_sizes = |filter: &String| "sizes".contains(filter.as_str());
     let sizes = match request.filters.is_empty() || request.filters.iter().any(wants_sizes) {
@@ -130,6 +142,7 @@ pub(super) fn list(progress: &Progress) -> Result<()> {
     let mut bench = Command::new(build_bench(progress)?);
     let names = host::capture(bench.args(["--list", "--engine", "emulated"]))?;
     let _ = io::stdout().write_all(&names);
+    let _ = writeln!(io::stdout(), "{}", virtual_time::ENTRY);
     Ok(())
 }
 
@@ -324,5 +337,28 @@ mod tests {
         assert_eq!(native(&[SMOLVM], true), [SMOLVM]);
         assert_eq!(parts(Engine::Emulated, &[], true), [""]);
         assert_eq!(parts(Engine::Emulated, &[SMOLVM], true), [SMOLVM]);
+    }
+
+    #[test]
+    fn virtual_time_is_measured_apart_from_the_others() {
+        for engine in [Engine::Native, Engine::Emulated] {
+            let none: [&str; 0] = [];
+            assert_eq!(parts(engine, &[virtual_time::ENTRY], false), none);
+            assert_eq!(
+                parts(engine, &["exec", virtual_time::ENTRY], false),
+                ["exec"]
+            );
+        }
+        let asked = |engines: &[Engine], filters: &[&str]| {
+            Request {
+                engines: engines.to_vec(),
+                filters: filters.iter().map(|&filter| filter.to_owned()).collect(),
+                runs: 1,
+                peers: false,
+            }
+            .has_virtual_time()
+        };
+        assert!(asked(&[], &[]) && asked(&[Engine::Native], &["virtual"]));
+        assert!(!asked(&[], &["exec"]) && !asked(&[Engine::Emulated], &["virtual"]));
     }
 }

@@ -7,6 +7,7 @@ mod measure;
 mod peers;
 mod results;
 mod table;
+mod virtual_time;
 
 use std::io::{self, Write};
 use std::path::PathBuf;

@@ -10,12 +10,13 @@ use super::results::{
 const TOP: usize = 12;
 
 /// What the short table has.
-const HEADLINES: [&str; 17] = [
+const HEADLINES: [&str; 18] = [
     "boot instructions, 1 vCPU",
     "boot instructions, 4 vCPU",
     "instructions from hello to first output, 1 vCPU",
     "instructions from start to first output, 1 vCPU, without waits",
     "VM exits of a boot",
+    "virtual time: start to the guest's /init",
     "host system calls of a run",
     "start to first output",
     "start to first output, side by side",

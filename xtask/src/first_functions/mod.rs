@@ -110,7 +110,7 @@ fn native_boot(
 ) -> Result<BTreeSet<u64>> {
     let marks = Marks::create(symbols, dir.join("native"))?;
     let plugin = format!("{},nested=on", marks.words(plugin));
-    virtual_time::boots(&VirtualTimeArgs::one_boot(), Some(&plugin), progress)?;
+    virtual_time::boots(&VirtualTimeArgs::boots(0), Some(&plugin), progress)?;
     marks.functions(symbols)
 }
 
