@@ -26,6 +26,8 @@ fn main() {
     // A compiler that has none answers with the bare name.
     let file = Path::new(answer.trim());
     if let Some(dir) = file.parent().filter(|dir| dir.is_absolute()) {
+        // Another compiler has it in another folder.
+        println!("cargo:rerun-if-changed={}", file.display());
         println!("cargo:rustc-link-search=native={}", dir.display());
         println!("cargo:rustc-link-lib=static=gcc_eh");
     }

@@ -115,7 +115,7 @@ fn mount_root() -> Result<Option<Disk>, StepFailed> {
         MsFlags::MS_NOSUID,
         "mode=755",
     )?;
-    occupy_standard_descriptors().map_err(StepFailed::at("open /dev/null and the kernel's log"))?;
+    occupy_standard_descriptors().map_err(StepFailed::at("open /dev/null"))?;
     mount_at(IMAGE, LOWER, "erofs", MsFlags::MS_RDONLY, "")?;
     let disk = mount_upper()?;
     mount_at(
@@ -162,7 +162,8 @@ fn move_mount(from: &str, to: &str) -> Result<(), StepFailed> {
 }
 
 /// Descriptors 0 to 2 must not become anything else: commands get theirs there. Standard error becomes
-/// the kernel's log, which reaches the console of a machine that has one for its kernel only.
+/// the kernel's log, which reaches the console of a machine that has one for its kernel only, if there
+/// is one that may be written to: `printk.devkmsg=off` forbids it.
 fn occupy_standard_descriptors() -> nix::Result<()> {
     loop {
         let fd = open("/dev/null", OFlag::O_RDWR | OFlag::O_CLOEXEC, Mode::empty())?;
@@ -175,8 +176,8 @@ fn occupy_standard_descriptors() -> nix::Result<()> {
         "/dev/kmsg",
         OFlag::O_WRONLY | OFlag::O_CLOEXEC,
         Mode::empty(),
-    )?;
-    dup2_stderr(&log)
+    );
+    log.map_or(Ok(()), |log| dup2_stderr(&log))
 }
 
 /// Opens the exec port, then says hello.

@@ -128,8 +128,11 @@ fn serve() -> Result<Infallible, std::io::Error> {
     }
 }
 
-/// A line on the console. In a guest it goes by the kernel's log, at a level that is shown there.
+/// A line on the console. In a guest it goes by the kernel's log, at a level that is shown there and
+/// cut to what that takes: it refuses longer lines whole.
 fn log(text: &str) {
+    const LONGEST: usize = 900;
+    let text = &text[..text.floor_char_boundary(LONGEST)];
     let level = match getpid() == Pid::from_raw(1) {
         true => "<2>",
         false => "",

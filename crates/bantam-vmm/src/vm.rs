@@ -58,13 +58,14 @@ impl ExitLatch {
     }
 }
 
-/// Held by a supervisor: if that panics, whoever waits for the machine still hears of its end.
+/// Held by who takes a machine down: if that panics, whoever waits for the machine still hears of its
+/// end.
 pub(crate) struct ExitGuard(pub(crate) ExitLatch);
 
 impl Drop for ExitGuard {
     fn drop(&mut self) {
         self.0.set(ExitCause::Failed(
-            "the supervisor thread panicked".to_owned(),
+            "the thread that takes the machine down panicked".to_owned(),
         ));
     }
 }

@@ -47,7 +47,7 @@ impl Request {
     /// our numbers with it.
     fn parts(&self, engine: Engine) -> Vec<Self> {
         let (foreign, ours): (Vec<String>, Vec<String>) = (self.filters.iter())
-            .filter(|filter| *filter != virtual_time::ENTRY)
+            .filter(|filter| !virtual_time::is_named(filter))
             .cloned()
             .partition(|filter| engine == Engine::Native && filter == SMOLVM);
         let part = |filters| Self {
@@ -68,8 +68,8 @@ impl Request {
 
     /// Virtual time has an outer machine of its own, whatever this host can do.
     fn has_virtual_time(&self) -> bool {
-        let is_named = |filter: &String| virtual_time::ENTRY.contains(filter.as_str());
-        let asked = self.filters.is_empty() || self.filters.iter().any(is_named);
+        let mut filters = self.filters.iter();
+        let asked = self.filters.is_empty() || filters.any(|filter| virtual_time::is_named(filter));
         asked && self.has(Engine::Native)
     }
 

@@ -7,6 +7,12 @@ use crate::virtual_time::{self, VirtualTimeArgs};
 
 /// What `--filter` looks at.
 pub(super) const ENTRY: &str = "virtual-time";
+
+/// Whether a filter means these numbers alone: no other entry has such a name.
+pub(super) fn is_named(filter: &str) -> bool {
+    filter.starts_with("virtual") && ENTRY.starts_with(filter)
+}
+
 /// No "ms": what the host is busy with leaves it as it is.
 const UNIT: &str = "virtual ms";
 const NANOSECONDS: f64 = 1e6;

@@ -145,11 +145,12 @@ struct Machine {
 impl Machine {
     /// Takes all of it away. The first vCPU is gone.
     fn take_down(self) {
+        // Should one of these panic, they go in the opposite order of their names here: RAM last.
         let Self {
-            others,
-            bus,
-            vm,
             ram,
+            vm,
+            bus,
+            others,
         } = self;
         drop(others);
         bus.reset();

@@ -31,8 +31,9 @@ pub(super) fn spawn_first(
     machine: Machine,
     exit: ExitLatch,
 ) -> Result<JoinHandle<()>, VmmError> {
+    // From here on, so that a thread that does not get to its end sets it, too.
+    let exit = ExitGuard(exit);
     spawn(binder, shared, move |shared| {
-        let exit = ExitGuard(exit);
         let ending = Arc::clone(&shared.ending);
         drop(shared);
         machine.take_down();
