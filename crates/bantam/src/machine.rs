@@ -30,7 +30,8 @@ pub(crate) const REQUEST_LIMIT: Duration = Duration::from_secs(60);
 /// when this is dropped. [`Machine::stop`] ends either, and asks first.
 ///
 /// A child that this process forks cannot use it: there, commands and files of a machine without a name
-/// are errors.
+/// are errors, and dropping it waits for an end that nobody tells the child of. Such a child goes on with
+/// `exec` or `_exit`.
 #[derive(Debug)]
 pub struct Machine(pub(crate) Arc<Inner>);
 
