@@ -55,8 +55,6 @@ pub struct Boot<'a> {
 pub struct Entry {
     /// First instruction.
     pub rip: u64,
-    /// `struct boot_params`.
-    pub zero_page: u64,
 }
 
 /// Copies an initial ramdisk, the whole of `file`, to the end of RAM. To map it would save nothing: the
@@ -111,7 +109,6 @@ pub fn prepare(ram: &GuestRam, boot: &Boot<'_>) -> Result<Entry> {
     write_zero_page(ram, boot)?;
     Ok(Entry {
         rip: boot.kernel.entry.0,
-        zero_page: ZERO_PAGE.0,
     })
 }
 

@@ -5,7 +5,7 @@ use bantam_hypervisor::x86::{DescriptorTable, Msr, Registers, Segment, SystemReg
 
 use super::boot::Entry;
 use super::cpuid::CpuPolicy;
-use super::layout::{BOOT_STACK, GDT, PAGE_TABLES};
+use super::layout::{BOOT_STACK, GDT, PAGE_TABLES, ZERO_PAGE};
 use crate::{ArchError, Result};
 
 /// MSRs whose value after reset is not what a firmware would leave behind. All others stay as the
@@ -77,7 +77,7 @@ fn registers(entry: &Entry) -> Registers {
     const FLAGS_RESERVED: u64 = 2;
     Registers {
         rip: entry.rip,
-        rsi: entry.zero_page,
+        rsi: ZERO_PAGE.0,
         rsp: BOOT_STACK.0,
         rbp: BOOT_STACK.0,
         rflags: FLAGS_RESERVED,

@@ -65,7 +65,8 @@ fn the_memory_map_leaves_the_hole_out() {
             (MIB, 3 * GIB - MIB, 1),
         ];
         expected.extend(above);
-        let page = prepare(&ram, &boot(&kernel())).unwrap().zero_page;
+        prepare(&ram, &boot(&kernel())).unwrap();
+        let page = layout::ZERO_PAGE.0;
         let count = read::<1>(&ram, page + 0x1e8)[0];
         let e820: Vec<_> = (0..u64::from(count))
             .map(|i| page + 0x2d0 + 20 * i)
@@ -97,7 +98,7 @@ fn a_kernel_finds_its_zero_page_and_page_tables() {
         },
     )
     .unwrap();
-    let page = entry.zero_page;
+    let page = layout::ZERO_PAGE.0;
     assert_eq!(entry.rip, 16 * MIB);
     assert_eq!(read(&ram, page + 0x1fe), [0x55, 0xaa]);
     assert_eq!(&read(&ram, page + 0x202), b"HdrS");
@@ -139,7 +140,8 @@ fn a_kernel_finds_its_zero_page_and_page_tables() {
 #[test]
 fn without_an_initial_ramdisk_the_zero_page_has_none() {
     let ram = ram(256 * MIB);
-    let page = prepare(&ram, &boot(&kernel())).unwrap().zero_page;
+    prepare(&ram, &boot(&kernel())).unwrap();
+    let page = layout::ZERO_PAGE.0;
     assert_eq!(u64_at(&ram, page + 0x218), 0);
 }
 
@@ -152,7 +154,8 @@ fn a_kernel_finds_its_random_seed() {
         rng_seed: Some(seed),
         ..boot(&kernel)
     };
-    let page = prepare(&ram, &with_seed).unwrap().zero_page;
+    prepare(&ram, &with_seed).unwrap();
+    let page = layout::ZERO_PAGE.0;
     let data = u64_at(&ram, page + 0x250);
     assert_eq!(data, layout::SETUP_DATA.0);
     assert_eq!(u64_at(&ram, data), 0, "the only one");
