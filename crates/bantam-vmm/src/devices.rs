@@ -1,10 +1,9 @@
-//! The devices of a machine, the same for every engine.
+//! The devices of a machine that every engine has.
 
 use bantam_net::Network;
 use bantam_virtio::VirtioDevice;
 use bantam_virtio::block::BlockDevice;
 use bantam_virtio::net::NetDevice;
-use bantam_virtio::rng::RngDevice;
 use bantam_virtio::vsock::{Vsock, VsockDevice};
 
 use crate::network::StackBackend;
@@ -39,7 +38,7 @@ pub(crate) struct Handles {
     pub(crate) network: Option<Network>,
 }
 
-/// The closed list of a machine's devices, in guest order.
+/// The closed list of them, in guest order.
 pub(crate) struct DeviceSet(Vec<(DeviceKind, Box<dyn VirtioDevice>)>);
 
 impl DeviceSet {
@@ -68,7 +67,6 @@ impl DeviceSet {
             devices.push((DeviceKind::Net, Box::new(card)));
             network = Some(handle);
         }
-        devices.push((DeviceKind::Rng, Box::new(RngDevice::new())));
         Ok((Self(devices), Handles { vsock, network }))
     }
 

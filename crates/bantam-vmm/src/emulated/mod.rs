@@ -23,6 +23,7 @@ use std::sync::mpsc;
 use std::thread;
 
 use bantam_virtio::VirtioDevice;
+use bantam_virtio::rng::RngDevice;
 use bantam_virtio::vhost_user::{self, Server};
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, PidfdFlags, Signal};
@@ -222,7 +223,9 @@ impl Wiring {
             sockets: Vec::new(),
             card: None,
         };
-        for (kind, device) in devices.into_devices() {
+        // QEMU enters the kernel through PVH, which has no place for a seed.
+        let rng: Box<dyn VirtioDevice> = Box::new(RngDevice::new());
+        for (kind, device) in devices.into_devices().chain([(DeviceKind::Rng, rng)]) {
             let fail = VmmError::device(kind.name());
             if kind == DeviceKind::Net {
                 let meeting = Rendezvous::open().map_err(fail)?;

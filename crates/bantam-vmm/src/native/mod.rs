@@ -24,7 +24,6 @@ use bantam_hypervisor::{Hypervisor, VcpuBinder, VcpuKicker, Vm};
 use bantam_virtio::{GuestRam, VirtioDevice};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use crate::devices::DeviceKind;
 use crate::vm::{ExitCause, Kill, Running, StartContext};
 use crate::{Phase, VmConfig, VmmError, cmdline};
 use bus::Bus;
@@ -54,8 +53,6 @@ fn start_on(
     map_ram(vm.as_ref(), &ram)?;
     let devices: Vec<(_, Box<dyn VirtioDevice>)> = devices
         .into_devices()
-        // The kernel gets a seed instead.
-        .filter(|(kind, _)| *kind != DeviceKind::Rng)
         .map(|(kind, device)| (kind.name(), device))
         .collect();
     let entry = load(config, devices.len(), &ram)?;
