@@ -13,13 +13,13 @@
  *
  *   0  magic                            3  steps S
  *   1  symbols H of the host's kernel   4  the guest's entry point (physical)
- *   2  symbols G of the guest's kernel  5  another one
- *   6  the guest's function after which low addresses are /init's
- *   7  the guest's function after which the next function of a step begins it
- *   8  out: boots that came to /init
- *   9              H symbol addresses, ascending
- *   9 + H          G symbol addresses, ascending
- *   9 + H + G      S functions of the guest, ascending, each of which begins a step
+ *   2  symbols G of the guest's kernel
+ *   5  the guest's function after which low addresses are /init's
+ *   6  the guest's function after which the next function of a step begins it
+ *   7  out: boots that came to /init
+ *   8              H symbol addresses, ascending
+ *   8 + H          G symbol addresses, ascending
+ *   8 + H + G      S functions of the guest, ascending, each of which begins a step
  *   then H + 1 counters: low addresses, symbols; G + 1 of the guest's in the same order
  *   then for the time before the first step and each step: instructions of the host,
  *   of the guest, exits
@@ -93,15 +93,15 @@ static void boot_begins(void)
 
 static void guest_runs(const struct block *b)
 {
-	if (!booting && (b->addr == words[4] || b->addr == words[5]))
+	if (!booting && b->addr == words[4])
 		boot_begins();
-	if (b->addr == words[6])
+	if (b->addr == words[5])
 		init_next = true;
 	if (booting && init_next && b->addr < KERNEL_START) {
 		booting = false;
-		words[8]++;
+		words[7]++;
 	}
-	if (b->addr == words[7])
+	if (b->addr == words[6])
 		step_next = true;
 	if (b->step && step_next) {
 		step = step_counters + b->step * PER_STEP;
@@ -177,7 +177,7 @@ EXPORT int qemu_plugin_install(qemu_plugin_id_t id, const void *info, int argc,
 		if (!strncmp(argv[i], "counts=", 7))
 			path = argv[i] + 7;
 	int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
-	if (fd < 0 || fstat(fd, &st) || st.st_size < 72)
+	if (fd < 0 || fstat(fd, &st) || st.st_size < 64)
 		return fail("counts=FILE is missing or cannot be opened");
 	words = mmap(NULL, st.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	close(fd);
@@ -186,7 +186,7 @@ EXPORT int qemu_plugin_install(qemu_plugin_id_t id, const void *info, int argc,
 	symbols[HOST] = words[1];
 	symbols[GUEST] = words[2];
 	steps = words[3];
-	symbol_addr[HOST] = words + 9;
+	symbol_addr[HOST] = words + 8;
 	symbol_addr[GUEST] = symbol_addr[HOST] + symbols[HOST];
 	step_addr = symbol_addr[GUEST] + symbols[GUEST];
 	counters[HOST] = step_addr + steps;
