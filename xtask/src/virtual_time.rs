@@ -14,6 +14,7 @@ use std::process::{Command, Stdio};
 use clap::Args;
 use tempfile::TempDir;
 
+use crate::bench;
 use crate::cpio::{Archive, Entry, TooLarge};
 use crate::demo;
 use crate::error::{Error, Result};
@@ -85,8 +86,7 @@ pub(crate) fn run(args: &VirtualTimeArgs) -> Result<()> {
     };
     let plugin = profile.as_ref().map(Profile::words);
     let lines = boots(args, plugin.as_deref(), &progress)?;
-    // The first brings everything into memory.
-    for line in lines.iter().skip(1) {
+    for line in lines {
         let _ = writeln!(std::io::stdout(), "{line}");
     }
     if let Some(profile) = profile {
@@ -112,8 +112,8 @@ fn temporary() -> Result<TempDir> {
         .map_err(Error::file("creating", &std::env::temp_dir()))
 }
 
-/// Builds what is needed and boots one machine more than asked for; a line for each. `plugin` is one of
-/// QEMU's, with its words.
+/// Builds what is needed and boots one machine more than asked for; a line for each but that one.
+/// `plugin` is one of QEMU's, with its words.
 pub(crate) fn boots(
     args: &VirtualTimeArgs,
     plugin: Option<&str>,
@@ -124,11 +124,7 @@ pub(crate) fn boots(
     let kernel = args.kernel.clone().unwrap_or_else(|| guest.join("vmlinux"));
     let tiny = image::make(Which::Tiny, progress)?;
     let program = demo::build_program(progress)?;
-    progress.update("measurements", "building".to_owned());
-    let mut cargo = host::cargo();
-    cargo.args(["build", "--release", "--package", "bantam-benches"]);
-    host::run_quiet(&mut cargo)?;
-    progress.forget("measurements");
+    let bench = bench::build_bench(progress)?;
 
     let temp = temporary()?;
     let store = temp.path().join("home");
@@ -144,11 +140,7 @@ pub(crate) fn boots(
             &static_program("busybox", "busybox-static")?,
             0o755,
         )?,
-        host_file(
-            "bin/bench",
-            &host::target_dir().join("release/bantam-bench"),
-            0o755,
-        )?,
+        host_file("bin/bench", &bench, 0o755)?,
         // Read-only, as installed: of such a kernel most is mapped, others are copied.
         host_file("guest/vmlinux", &kernel, 0o444)?,
         host_file("guest/initramfs.cpio", &guest.join("initramfs.cpio"), 0o444)?,
@@ -193,6 +185,8 @@ pub(crate) fn boots(
             host::last_lines(&text, 40)
         )));
     }
+    // It brings everything into memory.
+    lines.remove(0);
     Ok(lines)
 }
 

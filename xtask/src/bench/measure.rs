@@ -159,7 +159,8 @@ struct Measured {
     system_map: PathBuf,
 }
 
-fn build_bench(progress: &Progress) -> Result<PathBuf> {
+/// The release build of the measurements.
+pub(crate) fn build_bench(progress: &Progress) -> Result<PathBuf> {
     progress.update("measurements", "building".to_owned());
     let mut cargo = host::cargo();
     cargo.args(["build", "--release", "--package", "bantam-benches"]);
@@ -315,15 +316,18 @@ impl Write for Shared {
 mod tests {
     use super::*;
 
-    /// The filters of each part.
-    fn parts(engine: Engine, filters: &[&str], peers: bool) -> Vec<String> {
-        let request = Request {
-            engines: Vec::new(),
+    fn request(engines: &[Engine], filters: &[&str], peers: bool) -> Request {
+        Request {
+            engines: engines.to_vec(),
             filters: filters.iter().map(|&filter| filter.to_owned()).collect(),
             runs: 1,
             peers,
-        };
-        let parts = request.parts(engine).into_iter();
+        }
+    }
+
+    /// The filters of each part.
+    fn parts(engine: Engine, filters: &[&str], peers: bool) -> Vec<String> {
+        let parts = request(&[], filters, peers).parts(engine).into_iter();
         parts.map(|part| part.filters.join(" ")).collect()
     }
 
@@ -350,13 +354,7 @@ mod tests {
             );
         }
         let asked = |engines: &[Engine], filters: &[&str]| {
-            Request {
-                engines: engines.to_vec(),
-                filters: filters.iter().map(|&filter| filter.to_owned()).collect(),
-                runs: 1,
-                peers: false,
-            }
-            .has_virtual_time()
+            request(engines, filters, false).has_virtual_time()
         };
         assert!(asked(&[], &[]) && asked(&[Engine::Native], &["virtual"]));
         assert!(!asked(&[], &["exec"]) && !asked(&[Engine::Emulated], &["virtual"]));

@@ -19,6 +19,8 @@ use crate::host;
 use crate::libtest;
 use crate::progress::Progress;
 
+pub(crate) use self::measure::build_bench;
+
 use self::measure::Request;
 use self::results::Results;
 

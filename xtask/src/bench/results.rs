@@ -148,6 +148,24 @@ impl Results {
 }
 
 impl Measurement {
+    /// A number of ours from what was measured in turn; none without values. For few: no percentile.
+    pub(super) fn of(name: &str, engine: &str, unit: &str, values: Vec<f64>) -> Option<Self> {
+        let mut sorted = values.clone();
+        sorted.sort_by(f64::total_cmp);
+        Some(Self {
+            name: name.to_owned(),
+            engine: engine.to_owned(),
+            peer: None,
+            unit: unit.to_owned(),
+            n: sorted.len(),
+            min: *sorted.first()?,
+            median: sorted[(sorted.len() - 1) / 2],
+            p95: None,
+            max: *sorted.last()?,
+            values,
+        })
+    }
+
     /// Whether the host's load leaves it as it is.
     pub(super) fn is_count(&self) -> bool {
         !matches!(self.unit.as_str(), "ms" | "us" | "s" | "ratio") && !self.unit.contains("/s")
@@ -208,20 +226,7 @@ pub(super) mod testing {
 
     /// A number of ours.
     pub(in crate::bench) fn measured(name: &str, unit: &str, values: &[f64]) -> Measurement {
-        let mut sorted = values.to_vec();
-        sorted.sort_by(f64::total_cmp);
-        Measurement {
-            name: name.to_owned(),
-            engine: "emulated".to_owned(),
-            peer: None,
-            unit: unit.to_owned(),
-            n: sorted.len(),
-            min: sorted[0],
-            median: sorted[(sorted.len() - 1) / 2],
-            p95: None,
-            max: sorted[sorted.len() - 1],
-            values: values.to_vec(),
-        }
+        Measurement::of(name, "emulated", unit, values.to_vec()).unwrap()
     }
 
     /// What one count is made of.

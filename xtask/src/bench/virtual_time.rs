@@ -7,12 +7,6 @@ use crate::virtual_time::{self, VirtualTimeArgs};
 
 /// What `--filter` looks at.
 pub(super) const ENTRY: &str = "virtual-time";
-
-/// Whether a filter means these numbers alone: no other entry has such a name.
-pub(super) fn is_named(filter: &str) -> bool {
-    filter.starts_with("virtual") && ENTRY.starts_with(filter)
-}
-
 /// No "ms": what the host is busy with leaves it as it is.
 const UNIT: &str = "virtual ms";
 const NANOSECONDS: f64 = 1e6;
@@ -23,13 +17,16 @@ const NAMES: [(&str, &str); 3] = [
     ("teardown_cpu", "virtual time: teardown, CPU"),
 ];
 
+/// Whether a filter means these numbers alone: no other entry has such a name.
+pub(super) fn is_named(filter: &str) -> bool {
+    filter.starts_with("virtual") && ENTRY.starts_with(filter)
+}
+
 /// Boots machines in an outer machine of its own.
 pub(super) fn measure(boots: usize, progress: &Progress) -> Result<Part> {
     let args = VirtualTimeArgs::boots(u32::try_from(boots).unwrap_or(u32::MAX));
     let lines = virtual_time::boots(&args, None, progress)?;
-    // The first brings everything into memory.
-    let counted = lines.get(1..).unwrap_or_default();
-    let results = NAMES.iter().map(|(word, name)| result(word, name, counted));
+    let results = NAMES.iter().map(|(word, name)| result(word, name, &lines));
     Ok(Part {
         place: Place::Rig,
         report: Report {
@@ -40,29 +37,13 @@ pub(super) fn measure(boots: usize, progress: &Progress) -> Result<Part> {
 }
 
 fn result(word: &str, name: &str, lines: &[String]) -> Result<Measurement> {
-    let values: Vec<f64> = lines.iter().filter_map(|line| value(word, line)).collect();
-    let mut sorted = values.clone();
-    sorted.sort_by(f64::total_cmp);
-    let (Some(min), Some(max), true) = (
-        sorted.first().copied(),
-        sorted.last().copied(),
-        values.len() == lines.len(),
-    ) else {
-        return Err(Error::other(format!(
+    // All of them, or none.
+    let values: Option<Vec<f64>> = lines.iter().map(|line| value(word, line)).collect();
+    let measured = values.and_then(|values| Measurement::of(name, "native", UNIT, values));
+    measured.ok_or_else(|| {
+        Error::other(format!(
             "no `{word}=` for each of the boots in virtual time: {lines:?}"
-        )));
-    };
-    Ok(Measurement {
-        name: name.to_owned(),
-        engine: "native".to_owned(),
-        peer: None,
-        unit: UNIT.to_owned(),
-        n: values.len(),
-        min,
-        median: sorted[(sorted.len() - 1) / 2],
-        p95: None,
-        max,
-        values,
+        ))
     })
 }
 
