@@ -103,7 +103,7 @@ pub(super) fn all(request: &Request, progress: &Progress) -> Result<Results> {
         }
     }
     if request.has_virtual_time() {
-        parts.push(virtual_time::measure(request.runs.min(COUNTED), progress)?);
+        parts.push(virtual_time::measure(progress)?);
     }
     let wants_sizes = |filter: &String| "sizes".contains(filter.as_str());
     let sizes = match request.filters.is_empty() || request.filters.iter().any(wants_sizes) {
