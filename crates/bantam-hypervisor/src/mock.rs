@@ -58,6 +58,8 @@ pub enum Step {
     FailEntry(u64),
     /// `run` blocks until the vCPU is kicked.
     UntilKicked,
+    /// `run` panics.
+    Panic,
 }
 
 /// One recorded call.
@@ -462,6 +464,8 @@ impl Vcpu for MockVcpu {
                 data: Vec::new(),
             },
             Some(Step::FailEntry(reason)) => Exit::FailEntry { reason, cpu: 0 },
+            #[allow(clippy::panic)] // what was asked for
+            Some(Step::Panic) => panic!("vCPU {} panics, as its script says", self.id),
         };
         self.counts.record(&exit);
         Ok(exit)

@@ -238,3 +238,24 @@ fn any_vcpu_that_fails_ends_the_machine() {
     running.machine.kill();
     assert_eq!(exit.wait(None), cause);
 }
+
+/// In particular the first, whose thread takes the machine down.
+#[test]
+fn a_vcpu_whose_thread_panics_ends_the_machine() {
+    for panics in [0, 1] {
+        let mut scripts = [[Step::UntilKicked], [Step::UntilKicked]];
+        scripts[panics] = [Step::Panic];
+        let [first, second] = scripts;
+        let hypervisor = MockHypervisor::new().script(0, first).script(1, second);
+        let (running, exit, _) = Bench::new(2).start(&hypervisor);
+        let cause = exit.wait(Some(Duration::from_secs(10)));
+        assert_eq!(
+            cause,
+            Some(ExitCause::Failed(format!(
+                "the thread of vCPU {panics} panicked"
+            )))
+        );
+        running.supervisor.join().unwrap();
+        assert!(hypervisor.calls().contains(&Call::Kick(1)));
+    }
+}
