@@ -9,6 +9,8 @@ use std::os::fd::AsRawFd;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use kvm_ioctls::VcpuFd;
 use vmm_sys_util::ioctl::ioctl_with_ref;
@@ -21,6 +23,12 @@ use crate::{HypervisorError, Result, VcpuKicker};
 pub fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 9
 }
+
+/// How long a kick is tried again: whoever kicks does it once, and then waits for the vCPU. A signal is
+/// refused while all that this user's processes may have queued (`RLIMIT_SIGPENDING`) are.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Between two tries.
+const PAUSE: Duration = Duration::from_millis(1);
 
 /// Bytes of the kernel's signal set, which is not the C library's (128 bytes).
 const KERNEL_SIGSET_LEN: u32 = 8;
@@ -77,12 +85,22 @@ impl Kicker {
     }
 
     fn signal(&self, tid: libc::pid_t) {
-        // SAFETY: tgkill takes three integers and touches no memory of ours.
-        let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, kick_signal()) };
-        if sent != 0 {
-            // EAGAIN: the user's limit of queued signals. The kick is lost: let the next one try.
-            self.pending.store(false, Ordering::Release);
-            tracing::error!(error = %io::Error::last_os_error(), tid, "kicking a vCPU failed");
+        let until = Instant::now() + PATIENCE;
+        loop {
+            // SAFETY: tgkill takes three integers and touches no memory of ours.
+            let sent =
+                unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, kick_signal()) };
+            if sent == 0 {
+                return;
+            }
+            let error = io::Error::last_os_error();
+            if error.raw_os_error() != Some(libc::EAGAIN) || Instant::now() >= until {
+                // The kick is lost: let the next one try.
+                self.pending.store(false, Ordering::Release);
+                tracing::error!(%error, tid, "kicking a vCPU failed");
+                return;
+            }
+            thread::sleep(PAUSE);
         }
     }
 
@@ -187,4 +205,54 @@ fn drain() {
     // SAFETY: both arguments are initialised, and no signal information is asked for. The signal
     // is blocked on this thread. A zero timeout makes the call return at once.
     while unsafe { libc::sigtimedwait(&raw const set, ptr::null_mut(), &raw const zero) } > 0 {}
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// The limit is the process's: other tests' kicks meanwhile are tried again as well.
+    #[test]
+    fn a_kick_waits_for_room_among_the_users_queued_signals() {
+        let limit = |new: Option<libc::rlimit>| {
+            let mut old = MaybeUninit::<libc::rlimit>::uninit();
+            let new = new.as_ref().map_or(ptr::null(), ptr::from_ref);
+            // SAFETY: `new` is null or a limit, `old` is writable, and filled by the call.
+            unsafe {
+                assert_eq!(
+                    libc::prlimit(0, libc::RLIMIT_SIGPENDING, new, old.as_mut_ptr()),
+                    0
+                );
+                old.assume_init()
+            }
+        };
+        let before = change_mask(libc::SIG_BLOCK).unwrap();
+        let old = limit(None);
+        limit(Some(libc::rlimit { rlim_cur: 0, ..old }));
+        // SAFETY: gettid takes nothing and cannot fail.
+        let tid = unsafe { libc::gettid() };
+        let kicker = Kicker::new();
+        *kicker.target.lock().unwrap() = Target::Thread(tid);
+        let waited = thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(50));
+                limit(Some(old));
+            });
+            let start = Instant::now();
+            kicker.kick();
+            start.elapsed()
+        });
+        let zero = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let set = kick_set();
+        // SAFETY: as in `drain`.
+        let taken = unsafe { libc::sigtimedwait(&raw const set, ptr::null_mut(), &raw const zero) };
+        assert_eq!(taken, kick_signal());
+        assert!(waited >= Duration::from_millis(40), "{waited:?}");
+        // SAFETY: `before` is an initialised set.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut()) };
+    }
 }
