@@ -23,6 +23,7 @@ mod inherited;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod native;
 mod network;
+mod peer;
 mod timeline;
 mod vm;
 
@@ -31,5 +32,6 @@ pub use console::ConsoleLog;
 pub use engine::{Availability, EngineChoice, EngineKind, EngineReport, emulator, probe_engines};
 pub use error::VmmError;
 pub use inherited::inherit_nothing;
+pub use peer::peer_process;
 pub use timeline::{Phase, Timeline};
 pub use vm::{ExitCause, Vm};

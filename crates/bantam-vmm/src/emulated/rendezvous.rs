@@ -7,9 +7,10 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::sockopt::socket_peercred;
 use rustix::process::Pid;
 use rustix::rand::{GetRandomFlags, getrandom};
+
+use crate::peer_process;
 
 /// A listening socket for one connection of one process.
 pub(super) struct Rendezvous {
@@ -44,7 +45,7 @@ impl Rendezvous {
         loop {
             match self.listener.accept() {
                 Ok((stream, _)) => {
-                    if socket_peercred(&stream).is_ok_and(|peer| peer.pid == process) {
+                    if peer_process(&stream).is_ok_and(|peer| peer == Some(process)) {
                         return Ok(Some(stream));
                     }
                 }

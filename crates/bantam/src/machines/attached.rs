@@ -162,14 +162,16 @@ fn kill_process(dir: &MachineDir) -> Result<(), Error> {
     let Some(stream) = dir.connect(ANSWER_LIMIT)? else {
         return Ok(());
     };
-    let failed = |source: rustix::io::Errno| Error::Io {
+    let failed = |source: io::Error| Error::Io {
         what: "cannot kill the machine's process",
-        source: source.into(),
+        source,
     };
-    let owner = rustix::net::sockopt::socket_peercred(&stream).map_err(failed)?;
-    match rustix::process::kill_process(owner.pid, rustix::process::Signal::KILL) {
+    let unseen = || io::Error::other("it is in a PID namespace that cannot be seen from here");
+    let owner = bantam_vmm::peer_process(&stream).map_err(failed)?;
+    let owner = owner.ok_or_else(|| failed(unseen()))?;
+    match rustix::process::kill_process(owner, rustix::process::Signal::KILL) {
         Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-        Err(error) => return Err(failed(error)),
+        Err(error) => return Err(failed(error.into())),
     }
     let _ = stream.set_read_timeout(Some(ANSWER_LIMIT));
     // Whatever comes: the lock tells whether it is gone.
