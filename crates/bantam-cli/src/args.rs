@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use bantam::{Home, Machines, Registries};
@@ -134,6 +135,18 @@ fn parse_mirror(text: &str) -> Result<(String, String), String> {
     }
 }
 
+/// Whether a command line that could not be understood asks for JSON, as far as can be told.
+pub(crate) fn wants_json(words: impl IntoIterator<Item = OsString>) -> bool {
+    // What follows `--` is another program's.
+    let ours: Vec<_> = words.into_iter().take_while(|word| word != "--").collect();
+    let pairs = ours.iter().zip(ours.iter().skip(1));
+    ours.iter()
+        .any(|word| word == "--json" || word == "--error-format=json")
+        || pairs
+            .into_iter()
+            .any(|(option, value)| option == "--error-format" && value == "json")
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ErrorFormat {
     Text,
@@ -183,6 +196,26 @@ mod tests {
     use clap::CommandFactory;
 
     use super::*;
+
+    #[test]
+    fn json_is_wanted_where_bantam_itself_is_asked_for_it() {
+        let wants = |text: &str| wants_json(text.split(' ').map(OsString::from));
+        for text in [
+            "bantam --error-format json foo",
+            "bantam --error-format=json foo",
+            "bantam run --json --bogus -- true",
+            "bantam run --bogus --error-format json",
+        ] {
+            assert!(wants(text), "{text}");
+        }
+        for text in [
+            "bantam foo",
+            "bantam run --bogus -- x --json",
+            "bantam --error-format text json",
+        ] {
+            assert!(!wants(text), "{text}");
+        }
+    }
 
     #[test]
     fn the_command_line_is_well_formed() {

@@ -1,9 +1,10 @@
 //! `bantam doctor`: what this host can do, what is missing and how to get it.
 
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use bantam::{Availability, Confinement, EngineChoice, EngineReport, find_guest, probe_engines};
+use rustix::fs::Access;
 use serde::Serialize;
 
 use crate::Outcome;
@@ -75,14 +76,14 @@ impl Report {
             }),
         };
         let engine = engines.select(EngineChoice::Auto).ok();
-        let images = global.home()?.images().to_path_buf();
+        let images = Check::new(store(global.home()?.images()));
         Ok(Self {
-            ok: engine.is_some() && guest.is_ok(),
+            ok: engine.is_some() && guest.is_ok() && images.ok,
             engine: engine.map(bantam::EngineKind::name),
             native: check(&engines.native),
             emulated: check(&engines.emulated),
             guest: Check::new(guest),
-            images: Check::new(space(&images)),
+            images,
             confinement: Check::new(confinement()),
             version: env!("CARGO_PKG_VERSION"),
         })
@@ -102,7 +103,10 @@ impl Report {
         }
         text.push_str(&match self.engine {
             Some(engine) if self.ok => format!("Machines run here, on the {engine} engine.\n"),
-            Some(_) => "Machines cannot run here before the guest is built.\n".to_owned(),
+            Some(_) if !self.guest.ok => {
+                "Machines cannot run here before the guest is built.\n".to_owned()
+            }
+            Some(_) => "Machines cannot run here: images have no place.\n".to_owned(),
             None => "Machines cannot run here: no engine works.\n".to_owned(),
         });
         text
@@ -132,20 +136,77 @@ fn confinement() -> Result<String, String> {
     }
 }
 
-/// Free space where images go, or will go.
-fn space(dir: &Path) -> Result<String, String> {
-    let existing: PathBuf = dir
+/// Whether images can be kept in `dir`, which need not be there yet, and how much space is left.
+fn store(dir: &Path) -> Result<String, String> {
+    let failed = |at: &Path, error: &dyn std::fmt::Display| {
+        format!(
+            "{} cannot be used: {}: {error}",
+            dir.display(),
+            at.display()
+        )
+    };
+    // Not `exists`, to which what is below a file is not there.
+    let existing = dir
         .ancestors()
-        .find(|dir| dir.exists())
-        .unwrap_or(Path::new("/"))
-        .to_path_buf();
-    let stat = rustix::fs::statvfs(&existing)
-        .map_err(|error| format!("{}: {error}", existing.display()))?;
+        .find(|dir| std::fs::symlink_metadata(dir).is_ok())
+        .unwrap_or(Path::new("/"));
+    let metadata = std::fs::metadata(existing).map_err(|error| failed(existing, &error))?;
+    if !metadata.is_dir() {
+        return Err(failed(existing, &"not a directory"));
+    }
+    rustix::fs::access(existing, Access::WRITE_OK | Access::EXEC_OK)
+        .map_err(|error| failed(existing, &io::Error::from(error)))?;
+    let stat = rustix::fs::statvfs(existing).map_err(|error| failed(existing, &error))?;
     let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+    if free == 0 {
+        return Err(failed(existing, &"no space is left"));
+    }
     let text = format!("{}, {} MiB free", dir.display(), free >> 20);
-    if free < LITTLE_SPACE {
-        Err(format!("{text}: images may not fit"))
+    Ok(if free < LITTLE_SPACE {
+        format!("{text}: large images may not fit")
     } else {
-        Ok(text)
+        text
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    #[test]
+    fn a_store_is_fine_where_it_is_or_can_be_made() {
+        let dir = tempfile::tempdir().unwrap();
+        for below in ["", "images", "not/there/yet"] {
+            let text = store(&dir.path().join(below)).unwrap();
+            assert!(text.contains("MiB free"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_store_that_cannot_be_written_is_said_to_be_unusable() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        fs::write(&file, b"").unwrap();
+        let astray = dir.path().join("astray");
+        symlink("nowhere", &astray).unwrap();
+        let mut bad = vec![
+            // Has no space at all.
+            Path::new("/proc/images").to_path_buf(),
+            file.join("images"),
+            astray.join("images"),
+        ];
+        let locked = dir.path().join("locked");
+        fs::create_dir(&locked).unwrap();
+        fs::set_permissions(&locked, Permissions::from_mode(0o500)).unwrap();
+        if !rustix::process::geteuid().is_root() {
+            bad.push(locked);
+        }
+        for path in bad {
+            let why = store(&path).unwrap_err();
+            assert!(why.contains("cannot be used"), "{why}");
+        }
     }
 }

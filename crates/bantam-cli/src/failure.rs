@@ -18,8 +18,10 @@ pub(crate) enum Failure {
     Usage(String),
     /// Standard output cannot be written.
     Output(std::io::Error),
-    /// What other programs of this kind do and this one does not do yet.
+    /// An option that other programs of this kind have and this one does not have yet.
     NotYet(&'static str),
+    /// Such a command.
+    NoSuchCommandYet(&'static str),
     /// It was not confirmed, and nobody could be asked.
     NotConfirmed(String),
 }
@@ -27,6 +29,21 @@ pub(crate) enum Failure {
 impl From<bantam::Error> for Failure {
     fn from(error: bantam::Error) -> Self {
         Self::Library(error)
+    }
+}
+
+impl From<clap::Error> for Failure {
+    /// What the command line says wrong, without clap's further paragraphs.
+    fn from(error: clap::Error) -> Self {
+        let text = error.render().to_string();
+        let first = text.split("\n\n").next().unwrap_or_default();
+        let message = first.split_whitespace().collect::<Vec<_>>().join(" ");
+        let message = message.strip_prefix("error: ").unwrap_or(&message);
+        let mut tips = text.lines().map(str::trim);
+        Self::Usage(match tips.find_map(|line| line.strip_prefix("tip: ")) {
+            Some(tip) => format!("{message}; {tip}"),
+            None => message.to_owned(),
+        })
     }
 }
 
@@ -52,7 +69,10 @@ impl Failure {
             Self::Library(error) => error.exit_code(),
             // What a program killed by SIGPIPE gives, which is what everyone expects here.
             Self::Output(error) if error.kind() == ErrorKind::BrokenPipe => 141,
-            Self::Output(_) | Self::NotYet(_) | Self::NotConfirmed(_) => 125,
+            Self::Output(_)
+            | Self::NotYet(_)
+            | Self::NoSuchCommandYet(_)
+            | Self::NotConfirmed(_) => 125,
         }
     }
 
@@ -107,7 +127,9 @@ impl Failure {
             Self::Library(error) => error.message_with_causes(),
             Self::Usage(message) => message.clone(),
             Self::Output(error) => format!("cannot write to standard output: {error}"),
-            Self::NotYet(what) => format!("{what} is not supported yet"),
+            Self::NotYet(what) | Self::NoSuchCommandYet(what) => {
+                format!("{what} is not supported yet")
+            }
             Self::NotConfirmed(message) => message.clone(),
         }
     }
@@ -117,7 +139,7 @@ impl Failure {
             Self::Library(error) => error.code(),
             Self::Usage(_) => "usage",
             Self::Output(_) => "io",
-            Self::NotYet(_) => "not_yet",
+            Self::NotYet(_) | Self::NoSuchCommandYet(_) => "not_yet",
             Self::NotConfirmed(_) => "not_confirmed",
         }
     }
@@ -126,7 +148,7 @@ impl Failure {
         match self {
             Self::Library(error) => error.hint(),
             Self::Usage(_) => Some("see `bantam --help`".to_owned()),
-            Self::Output(_) => None,
+            Self::Output(_) | Self::NoSuchCommandYet(_) => None,
             Self::NotYet(_) => Some("nothing was done; run it without".to_owned()),
             Self::NotConfirmed(_) => {
                 Some("pass --force to delete it without being asked".to_owned())
@@ -176,6 +198,27 @@ mod tests {
         let begins: Vec<_> = text.lines().map(|line| &line[..4]).collect();
         assert_eq!(begins, ["erro", "last", "  | ", "hint"], "{text}");
         assert!(!text.contains(['\x1b', '\r']), "{text}");
+    }
+
+    #[test]
+    fn a_mistake_on_the_command_line_is_one_line_of_json_for_who_wants_that() {
+        use clap::Parser;
+        let error = |words: &[&str]| {
+            let all = ["bantam"].iter().chain(words);
+            Failure::from(crate::args::Cli::try_parse_from(all).unwrap_err())
+        };
+        let failure = error(&["run", "--imag", "x"]);
+        let json: serde_json::Value = serde_json::from_str(&failure.json()).unwrap();
+        assert_eq!(json["error"]["code"], "usage");
+        assert_eq!(
+            json["error"]["message"],
+            "unexpected argument '--imag' found; a similar argument exists: '--image'"
+        );
+        assert_eq!(failure.exit_code(), 2);
+        assert_eq!(
+            error(&["run", "--", "true"]).message(),
+            "the following required arguments were not provided: --image <IMAGE>"
+        );
     }
 
     #[test]

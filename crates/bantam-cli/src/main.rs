@@ -31,7 +31,12 @@ fn main() -> ExitCode {
     {
         return exit_code(vmm::run(), ErrorFormat::Text);
     }
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        // Help and version are none, and clap's own text says more than JSON could.
+        Err(error) if !error.use_stderr() || !args::wants_json(std::env::args_os()) => error.exit(),
+        Err(error) => return exit_code(Err(Failure::from(error)), ErrorFormat::Json),
+    };
     let format = cli.error_format();
     let result = match cli.command {
         Command::Machine(command) | Command::MachineGroup { command } => {

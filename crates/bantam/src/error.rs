@@ -7,6 +7,8 @@ use bantam_image::Error as ImageError;
 use bantam_protocol::{FileFailureKind, StartFailedKind};
 use bantam_vmm::VmmError;
 
+use crate::MachineName;
+
 /// What can fail between a call and its result.
 ///
 /// A message starts with what failed; [`Error::hint`] says what to do about it.
@@ -286,6 +288,9 @@ impl Error {
             Self::Vm(VmmError::NoEngine(_) | VmmError::EngineUnavailable { .. }) => {
                 Some("`bantam doctor` shows what this host offers".into())
             }
+            Self::NoSuchMachine { name } if name == MachineName::DEFAULT => Some(
+                "`bantam machine ls` shows all machines; this one is meant where no --name is given".into(),
+            ),
             Self::NoSuchMachine { .. } => Some("`bantam machine ls` shows all machines".into()),
             Self::MachineExists { name } => Some(format!(
                 "start it with `bantam machine start --name {name}`, or remove it with `bantam machine delete --name {name}`"

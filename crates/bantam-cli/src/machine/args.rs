@@ -49,7 +49,7 @@ pub(crate) enum MachineCommand {
     Cp(CpArgs),
     /// Show what a machine's network refused
     EgressEvents(EventsArgs),
-    /// Change a machine: its network's rules at once, the rest when it is stopped
+    /// Change a machine: what its network may reach at once, the rest (ports too) when it is stopped
     Update(Box<UpdateArgs>),
     /// Print the directory in which a machine is kept
     DataDir(NamedArgs),
@@ -181,6 +181,7 @@ pub(crate) struct MachineArgs {
     #[arg(
         long,
         value_name = "MIB",
+        value_parser = parse_mib,
         default_value_t = MachineBuilder::DEFAULT_MEMORY_MIB,
         help_heading = "Machine"
     )]
@@ -421,7 +422,7 @@ pub(crate) struct UpdateArgs {
     #[arg(long, value_name = "N")]
     pub(crate) cpus: Option<u8>,
     /// Memory in MiB
-    #[arg(long, value_name = "MIB")]
+    #[arg(long, value_name = "MIB", value_parser = parse_mib)]
     pub(crate) mem: Option<u32>,
     #[command(flatten)]
     pub(crate) disk: DiskArgs,
@@ -469,12 +470,28 @@ impl From<Pull> for PullPolicy {
 fn parse_duration(text: &str) -> Result<Duration, String> {
     let duration = match text.parse::<u64>() {
         Ok(seconds) => Duration::from_secs(seconds),
-        Err(_) => humantime::parse_duration(text).map_err(|error| error.to_string())?,
+        Err(_) => humantime::parse_duration(text)
+            .map_err(|_| "use seconds, or units as in 1m30s or 1500ms".to_owned())?,
     };
     if duration.is_zero() {
         return Err("a timeout must be longer than nothing".to_owned());
     }
     Ok(duration)
+}
+
+/// Memory in MiB: a number, or one with a unit.
+fn parse_mib(text: &str) -> Result<u32, String> {
+    let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
+    let factor = match &text[digits.len()..] {
+        "" | "M" | "MiB" => Some(1),
+        "G" | "GiB" => Some(1 << 10),
+        _ => None,
+    };
+    let number = digits.parse::<u32>().ok();
+    number
+        .zip(factor)
+        .and_then(|(number, factor)| number.checked_mul(factor))
+        .ok_or_else(|| "use a number of MiB, such as 512, or 2G".to_owned())
 }
 
 /// As [`parse_duration`]; nothing is allowed.
@@ -516,6 +533,24 @@ mod tests {
         for bad in ["", "0", "-1", "2x", "s", "99999999999999999999"] {
             assert_eq!(parse(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn memory_is_in_mib_unless_it_says_otherwise() {
+        for (text, mib) in [
+            ("512", 512),
+            ("512M", 512),
+            ("512MiB", 512),
+            ("2G", 2048),
+            ("2GiB", 2048),
+        ] {
+            assert_eq!(parse_mib(text), Ok(mib), "{text}");
+        }
+        for bad in ["", "M", "-1", "1.5G", "512K", "512MB", "5 M", "9999999G"] {
+            let error = parse_mib(bad).unwrap_err();
+            assert!(error.contains("MiB"), "{bad}: {error}");
+        }
+        assert!(parse_duration("abc").unwrap_err().contains("1m30s"));
     }
 
     #[test]

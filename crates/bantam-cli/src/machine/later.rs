@@ -34,7 +34,7 @@ pub(crate) struct AnyArgs {
 
 impl Later {
     pub(crate) fn refusal(&self) -> Failure {
-        Failure::NotYet(match self {
+        Failure::NoSuchCommandYet(match self {
             Self::Branch(_) => "`machine branch`",
             Self::Pause(_) => "`machine pause`",
             Self::Resume(_) => "`machine resume`",
@@ -142,6 +142,6 @@ mod tests {
         else {
             panic!("not branch");
         };
-        assert!(matches!(later.refusal(), Failure::NotYet(_)));
+        assert!(matches!(later.refusal(), Failure::NoSuchCommandYet(_)));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::io::{self, IsTerminal, Write};
 
-use bantam::{Changes, MachineInfo, MachineName, MachineState, Stopped};
+use bantam::{Changes, MachineInfo, MachineName, MachineState, NetworkConfig, Stopped};
 
 use super::args::{DeleteArgs, StartArgs, StopArgs, UpdateArgs};
 use super::{command, run, text};
@@ -167,14 +167,49 @@ fn changed_settings(changes: &Changes) -> Vec<String> {
     lines.extend(labels.map(|(key, value)| format!("label: {key}={value}")));
     let removed = changes.remove_labels.iter();
     lines.extend(removed.map(|key| format!("removed label: {key}")));
-    lines.extend(changes.network.iter().map(|network| {
-        let state = if network.is_some() {
-            "enabled"
-        } else {
-            "disabled"
+    let was = changes.network_was.as_ref().and_then(Option::as_ref);
+    match (was, &changes.network) {
+        (_, None) => {}
+        (_, Some(None)) => lines.push("network: disabled".to_owned()),
+        (None, Some(Some(_))) => lines.push("network: enabled".to_owned()),
+        (Some(was), Some(Some(is))) => lines.extend(changed_network(was, is)),
+    }
+    lines
+}
+
+/// What is new in a network, and what is gone.
+fn changed_network(was: &NetworkConfig, is: &NetworkConfig) -> Vec<String> {
+    fn list<T: ToString>(rules: &[T]) -> Vec<String> {
+        rules.iter().map(ToString::to_string).collect()
+    }
+    let words = |network: &NetworkConfig| {
+        let policy = &network.policy;
+        let flag = |set: bool, word: &str| -> Vec<String> {
+            set.then(|| word.to_owned()).into_iter().collect()
         };
-        format!("network: {state}")
-    }));
+        [
+            ("may reach", flag(policy.enabled, "public addresses")),
+            ("may reach", flag(policy.allow_private, "private addresses")),
+            ("may reach", flag(policy.allow_host_loopback, "this host")),
+            ("allowed host", list(&policy.allow_hosts)),
+            ("allowed addresses", list(&policy.allow_cidrs)),
+            ("denied addresses", list(&policy.deny_cidrs)),
+            ("name server", list(&network.dns_servers)),
+            ("search domain", network.search.clone()),
+            ("port", list(&network.port_list())),
+        ]
+    };
+    let (before, after) = (words(was), words(is));
+    let mut lines = Vec::new();
+    for ((what, before), (_, after)) in before.iter().zip(&after) {
+        let added = after.iter().filter(|word| !before.contains(word));
+        lines.extend(added.map(|word| format!("{what}: {word}")));
+        let removed = before.iter().filter(|word| !after.contains(word));
+        lines.extend(removed.map(|word| format!("removed {what}: {word}")));
+    }
+    if lines.is_empty() && was != is {
+        lines.push("network: changed".to_owned());
+    }
     lines
 }
 
@@ -200,5 +235,38 @@ mod tests {
                 "network: disabled"
             ]
         );
+    }
+
+    #[test]
+    fn what_changed_of_a_network_is_named() {
+        let was = NetworkConfig::public()
+            .allow_host("a.example")
+            .and_then(|network| network.allow_cidr("10.0.0.0/8:443"))
+            .unwrap();
+        let is = NetworkConfig::public()
+            .allow_private()
+            .allow_host("b.example")
+            .and_then(|network| network.deny_cidr("10.1.0.0/16"))
+            .and_then(|network| network.publish("8080:80"))
+            .unwrap();
+        let change = |was: &NetworkConfig, is: &NetworkConfig| {
+            changed_settings(&Changes {
+                network: Some(Some(is.clone())),
+                network_was: Some(Some(was.clone())),
+                ..Changes::default()
+            })
+        };
+        assert_eq!(
+            change(&was, &is),
+            [
+                "may reach: private addresses",
+                "allowed host: b.example",
+                "removed allowed host: a.example",
+                "removed allowed addresses: 10.0.0.0/8:443",
+                "denied addresses: 10.1.0.0/16",
+                "port: 127.0.0.1:8080:80/tcp",
+            ]
+        );
+        assert!(change(&is, &is).is_empty());
     }
 }

@@ -40,7 +40,7 @@ impl Record {
 
     /// In whose name the store keeps the image.
     pub(crate) fn pin_owner(&self) -> String {
-        format!("machine {}", self.id)
+        format!("machine '{}' ({})", self.name, self.id)
     }
 }
 
