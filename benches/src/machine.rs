@@ -104,7 +104,7 @@ pub(crate) fn resident(
     Ok(())
 }
 
-/// VM exits that reached this process: a boot, one `true`, then killed.
+/// VM exits that the host's kernel did not answer by itself: a boot, one `true`, then killed.
 pub(crate) fn exits(
     bench: &Bench,
     runs: usize,
@@ -112,7 +112,7 @@ pub(crate) fn exits(
     report: &mut Report,
     progress: Progress,
 ) -> Result<(), Error> {
-    const EXITS: &str = "VM exits of a boot";
+    const EXITS: &str = "exits to user space of a boot";
     let engine = bench.engine.name();
     let (mut totals, mut profiles) = (Vec::new(), Vec::new());
     for run in 1..=runs {

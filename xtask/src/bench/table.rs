@@ -15,7 +15,7 @@ const HEADLINES: [&str; 18] = [
     "boot instructions, 4 vCPU",
     "instructions from hello to first output, 1 vCPU",
     "instructions from start to first output, 1 vCPU, without waits",
-    "VM exits of a boot",
+    "exits to user space of a boot",
     "virtual time: start to the guest's /init",
     "host system calls of a run",
     "start to first output",
