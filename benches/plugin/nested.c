@@ -11,22 +11,32 @@
  * FILE is made by the caller (xtask/src/profile.rs), which knows the symbols of both
  * kernels. It is an array of 64-bit words:
  *
- *   0  magic                            3  steps S
- *   1  symbols H of the host's kernel   4  the guest's entry point (physical)
- *   2  symbols G of the guest's kernel
- *   5  the guest's function after which low addresses are /init's
- *   6  the guest's function after which the next function of a step begins it
- *   7  out: boots that came to /init
- *   8              H symbol addresses, ascending
- *   8 + H          G symbol addresses, ascending
- *   8 + H + G      S functions of the guest, ascending, each of which begins a step
- *   then H + 1 counters: low addresses, symbols; G + 1 of the guest's in the same order
- *   then for the time before the first step and each step: instructions of the host,
- *   of the guest, exits
+ *   0   magic
+ *   1   symbols H of the host's kernel
+ *   2   symbols G of the guest's kernel
+ *   3   steps S
+ *   4   handlers of exits E
+ *   5   boots B that the file has room for; further ones are not counted
+ *   6   the host's function that starts a program: counting begins anew
+ *   7   the guest's entry point (physical)
+ *   8   the guest's function after which low addresses are /init's
+ *   9   the guest's function after which the next function of a step begins it
+ *   10  out: boots that came to /init
+ *   11              H symbol addresses, ascending
+ *   11 + H          G symbol addresses, ascending
+ *   11 + H + G      S functions of the guest, ascending, each of which begins a step
+ *   11 + H + G + S  E functions of the host, ascending, each of which answers an exit
+ *   then for each boot
+ *     H + 1 counters: low addresses, symbols; G + 1 of the guest's in the same order
+ *     for the time before the guest's first instruction, for that before the first step,
+ *     and for each step: instructions of the host, of the guest, exits
+ *     for exits that no handler was seen to answer, and for each handler: exits,
+ *     instructions of the host from the exit until the guest goes on
  *
- * Counters are of the last boot, from the guest's first instruction to /init's. A
- * translation block counts as a whole when it is entered, under the symbol of its
- * first instruction.
+ * Counters are from the start of the last program before a guest's first instruction
+ * to the first instruction of the guest's /init. A translation block counts as a whole
+ * when it is entered, under the symbol of its first instruction. Of several handlers
+ * that run for one exit the last counts.
  */
 #include <fcntl.h>
 #include <stdbool.h>
@@ -41,32 +51,43 @@
 
 #include "qemu.h"
 
-#define MAGIC 0x31646574736e6c62ULL
+#define MAGIC 0x32646574736e6c62ULL
 
 EXPORT int qemu_plugin_version = 1;
 
 enum { HOST, GUEST };
+enum { MAGIC_WORD, SYMBOLS, STEPS = 3, HANDLERS, ROOM, EXEC, ENTRY, INIT, INITCALL,
+       BOOTS, HEADER };
 /* Of a step. */
 enum { EXITS = 2, PER_STEP };
+/* Of a handler. */
+enum { ANSWERED, ANSWERING, PER_HANDLER };
 
 static uint64_t *words;
-static uint64_t symbols[2], steps;
-static uint64_t *symbol_addr[2], *step_addr, *counters[2], *step_counters;
-static uint64_t *end;
+static uint64_t symbols[2], steps, handlers;
+static uint64_t *symbol_addr[2], *step_addr, *handler_addr;
+/* Of the boot that is counted. */
+static uint64_t *counters[2], *step_counters, *handler_counters;
+/* Those of the first, and how many a boot has. */
+static uint64_t *first_counters, per_boot;
 
 /* Whose instructions run, and where the host goes on after the guest's exit. */
 static int who = HOST;
 static uint64_t resume;
-static bool booting, init_next, step_next;
+/* A program was started; its guest was entered; the guest's first instruction ran. */
+static bool counting, entered, booting;
+static bool init_next, step_next;
 static uint64_t *step;
+/* Since the guest's last exit: who answers it, from 1; the host's instructions. */
+static uint64_t handler, answering;
 
 struct block {
 	uint64_t addr;
 	uint64_t instructions;
 	/* By whose it is: the same addresses are both kernels'. */
 	uint64_t counter[2];
-	/* The step that begins here, from 1; 0: none. */
-	uint64_t step;
+	/* The step and the handler that begin here, from 1; 0: none. */
+	uint64_t step, handler;
 };
 
 /* The last of `n` ascending addresses that is not above `addr`, from 1. */
@@ -83,28 +104,52 @@ static uint64_t place(const uint64_t *addrs, uint64_t n, uint64_t addr)
 	return low;
 }
 
-static void boot_begins(void)
+/* The one that begins at `addr`, from 1; 0: none. */
+static uint64_t beginning(const uint64_t *addrs, uint64_t n, uint64_t addr)
 {
-	memset(counters[HOST], 0, (char *)end - (char *)counters[HOST]);
+	uint64_t i = place(addrs, n, addr);
+	return i && addrs[i - 1] == addr ? i : 0;
+}
+
+static void program_begins(void)
+{
+	counting = words[BOOTS] < words[ROOM];
+	entered = false;
+	if (!counting)
+		return;
+	counters[HOST] = first_counters + words[BOOTS] * per_boot;
+	counters[GUEST] = counters[HOST] + symbols[HOST] + 1;
+	step_counters = counters[GUEST] + symbols[GUEST] + 1;
+	handler_counters = step_counters + (steps + 2) * PER_STEP;
+	memset(counters[HOST], 0, per_boot * sizeof *words);
 	step = step_counters;
-	booting = true;
-	init_next = step_next = false;
+}
+
+static void host_runs(const struct block *b)
+{
+	if (!booting && b->addr == words[EXEC])
+		program_begins();
+	if (b->handler)
+		handler = b->handler;
 }
 
 static void guest_runs(const struct block *b)
 {
-	if (!booting && b->addr == words[4])
-		boot_begins();
-	if (b->addr == words[5])
+	if (counting && !booting && b->addr == words[ENTRY]) {
+		booting = true;
+		init_next = step_next = false;
+		step = step_counters + PER_STEP;
+	}
+	if (b->addr == words[INIT])
 		init_next = true;
 	if (booting && init_next && b->addr < KERNEL_START) {
-		booting = false;
-		words[7]++;
+		counting = booting = false;
+		words[BOOTS]++;
 	}
-	if (b->addr == words[6])
+	if (b->addr == words[INITCALL])
 		step_next = true;
-	if (b->step && step_next) {
-		step = step_counters + b->step * PER_STEP;
+	if (booting && b->step && step_next) {
+		step = step_counters + (b->step + 1) * PER_STEP;
 		step_next = false;
 	}
 }
@@ -117,10 +162,14 @@ static void block_runs(unsigned int vcpu, void *data)
 		who = HOST;
 	if (who == GUEST)
 		guest_runs(b);
-	if (!booting)
+	else
+		host_runs(b);
+	if (!counting)
 		return;
 	counters[who][b->counter[who]] += b->instructions;
 	step[who] += b->instructions;
+	if (who == HOST)
+		answering += b->instructions;
 }
 
 static void enters(unsigned int vcpu, void *data)
@@ -128,8 +177,15 @@ static void enters(unsigned int vcpu, void *data)
 	(void)vcpu;
 	who = GUEST;
 	resume = (uint64_t)(uintptr_t)data;
-	if (booting)
+	/* Each time but the first something was answered. */
+	if (counting && entered) {
+		uint64_t *answers = handler_counters + handler * PER_HANDLER;
 		step[EXITS]++;
+		answers[ANSWERED]++;
+		answers[ANSWERING] += answering;
+	}
+	entered = true;
+	handler = answering = 0;
 }
 
 static void translated(qemu_plugin_id_t id, struct qemu_plugin_tb *tb)
@@ -145,9 +201,8 @@ static void translated(qemu_plugin_id_t id, struct qemu_plugin_tb *tb)
 		b->counter[w] = b->addr < KERNEL_START ?
 					0 :
 					place(symbol_addr[w], symbols[w], b->addr);
-	b->step = place(step_addr, steps, b->addr);
-	if (b->step && step_addr[b->step - 1] != b->addr)
-		b->step = 0;
+	b->step = beginning(step_addr, steps, b->addr);
+	b->handler = beginning(handler_addr, handlers, b->addr);
 	qemu_plugin_register_vcpu_tb_exec_cb(tb, block_runs,
 					     QEMU_PLUGIN_CB_NO_REGS, b);
 	for (size_t i = 0; i < n; i++) {
@@ -177,23 +232,25 @@ EXPORT int qemu_plugin_install(qemu_plugin_id_t id, const void *info, int argc,
 		if (!strncmp(argv[i], "counts=", 7))
 			path = argv[i] + 7;
 	int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
-	if (fd < 0 || fstat(fd, &st) || st.st_size < 64)
+	if (fd < 0 || fstat(fd, &st) || st.st_size < (off_t)(HEADER * sizeof *words))
 		return fail("counts=FILE is missing or cannot be opened");
 	words = mmap(NULL, st.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	close(fd);
-	if (words == MAP_FAILED || words[0] != MAGIC)
+	if (words == MAP_FAILED || words[MAGIC_WORD] != MAGIC)
 		return fail("the file is not one of counters");
-	symbols[HOST] = words[1];
-	symbols[GUEST] = words[2];
-	steps = words[3];
-	symbol_addr[HOST] = words + 8;
+	symbols[HOST] = words[SYMBOLS + HOST];
+	symbols[GUEST] = words[SYMBOLS + GUEST];
+	steps = words[STEPS];
+	handlers = words[HANDLERS];
+	symbol_addr[HOST] = words + HEADER;
 	symbol_addr[GUEST] = symbol_addr[HOST] + symbols[HOST];
 	step_addr = symbol_addr[GUEST] + symbols[GUEST];
-	counters[HOST] = step_addr + steps;
-	counters[GUEST] = counters[HOST] + symbols[HOST] + 1;
-	step_counters = counters[GUEST] + symbols[GUEST] + 1;
-	end = step_counters + (steps + 1) * PER_STEP;
-	if ((char *)end != (char *)words + st.st_size)
+	handler_addr = step_addr + steps;
+	first_counters = handler_addr + handlers;
+	per_boot = symbols[HOST] + 1 + symbols[GUEST] + 1 + (steps + 2) * PER_STEP +
+		   (handlers + 1) * PER_HANDLER;
+	const uint64_t *end = first_counters + words[ROOM] * per_boot;
+	if ((const char *)end != (char *)words + st.st_size)
 		return fail("the file's size does not fit its header");
 	qemu_plugin_register_vcpu_tb_trans_cb(id, translated);
 	return 0;

@@ -92,6 +92,19 @@ impl Symbols {
         });
         Ok(functions.collect())
     }
+
+    /// The functions whose addresses are in a table of `vmlinux`, which ends at the next symbol.
+    pub(crate) fn listed_in(&self, vmlinux: &[u8], table: &str) -> Result<BTreeSet<u64>> {
+        let start = self.address(table)?;
+        let later = self.all.values().copied().filter(|at| *at > start);
+        let bytes = later.min().and_then(|end| contents(vmlinux, start, end));
+        let bytes = bytes.ok_or_else(|| Error::other(format!("vmlinux has no {table}")))?;
+        let (entries, _) = bytes.as_chunks();
+        let addresses = entries.iter().map(|entry| u64::from_le_bytes(*entry));
+        Ok(addresses
+            .filter(|address| self.functions.contains_key(address))
+            .collect())
+    }
 }
 
 /// The bytes of an ELF file between two addresses.
@@ -188,6 +201,23 @@ mod tests {
         let functions = symbols().pointed_at(&vmlinux, &TABLE).unwrap();
         let names = ["boots", "call"].map(|name| symbols().address(name).unwrap());
         assert_eq!(functions, names.into());
+    }
+
+    #[test]
+    fn a_table_lists_functions_up_to_the_next_symbol() {
+        let table = 0xffff_ffff_8150_0000;
+        let addresses = [
+            0,
+            0xffff_ffff_8120_0000_u64,
+            // Behind the table.
+            0xffff_ffff_8100_0200,
+        ];
+        let bytes = addresses.iter().flat_map(|address| address.to_le_bytes());
+        let vmlinux = elf(&[(table, bytes.collect())]);
+        let listed = symbols().listed_in(&vmlinux, "table").unwrap();
+        assert_eq!(listed, [symbols().address("call").unwrap()].into());
+        assert!(symbols().listed_in(&elf(&[]), "table").is_err());
+        assert!(symbols().listed_in(&vmlinux, "other").is_err());
     }
 
     #[test]

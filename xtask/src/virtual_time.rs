@@ -22,7 +22,7 @@ use crate::guest;
 use crate::host;
 use crate::image::{self, Which, static_program};
 use crate::kernel::{GUEST, Options, RIG};
-use crate::profile::Profile;
+use crate::profile::{Boot, Profile};
 use crate::progress::Progress;
 use crate::rig;
 
@@ -53,9 +53,9 @@ pub(crate) struct VirtualTimeArgs {
     /// Another guest kernel than this checkout's
     #[arg(long, value_name = "VMLINUX")]
     kernel: Option<PathBuf>,
-    /// Say where the last boot spends its instructions: functions of both kernels, initcalls, exits
+    /// Say where the boots spend their instructions: functions of both kernels, initcalls, exits
     ///
-    /// Reads the System.map beside the kernels.
+    /// The tables are of the last boot. Reads the System.map beside the kernels.
     #[arg(long)]
     profile: bool,
     /// Seconds after which it is given up: everything takes some thousand times as long
@@ -64,12 +64,12 @@ pub(crate) struct VirtualTimeArgs {
 }
 
 impl VirtualTimeArgs {
-    /// As many that count, without a profile.
+    /// As many that count, of this checkout's kernel.
     pub(crate) fn boots(runs: u32) -> Self {
         Self {
             runs,
             kernel: None,
-            profile: false,
+            profile: true,
             timeout: DEFAULT_SECONDS,
         }
     }
@@ -79,30 +79,44 @@ impl VirtualTimeArgs {
 /// reached.
 pub(crate) fn run(args: &VirtualTimeArgs) -> Result<()> {
     let progress = Progress::new();
-    let temp = temporary()?;
-    let profile = match args.profile {
-        true => Some(profile(args, temp.path(), &progress)?),
-        false => None,
-    };
-    let plugin = profile.as_ref().map(Profile::words);
-    let lines = boots(args, plugin.as_deref(), &progress)?;
-    for line in lines {
-        let _ = writeln!(std::io::stdout(), "{line}");
+    let mut text = String::new();
+    if args.profile {
+        let boots = profiled(args, &progress)?;
+        for (line, boot) in &boots {
+            text.push_str(&format!(
+                "{line} host_instructions={} guest_instructions={} exits={}\n",
+                boot.host_instructions(),
+                boot.guest_instructions(),
+                boot.exits()
+            ));
+        }
+        if let Some((_, last)) = boots.last() {
+            text.push_str(&format!("\n{}", last.text()));
+        }
+    } else {
+        for line in boots(args, None, &progress)? {
+            text.push_str(&format!("{line}\n"));
+        }
     }
-    if let Some(profile) = profile {
-        let text = profile.text(u64::from(args.runs) + 1)?;
-        let _ = write!(std::io::stdout(), "\n{text}");
-    }
+    let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(())
 }
 
-fn profile(args: &VirtualTimeArgs, dir: &Path, progress: &Progress) -> Result<Profile> {
+/// The line of each boot, as [`run`] prints it, and what the boot took.
+pub(crate) fn profiled(args: &VirtualTimeArgs, progress: &Progress) -> Result<Vec<(String, Boot)>> {
+    let temp = temporary()?;
     let outer = RIG.build(Options::default(), progress)?;
     let guest = match &args.kernel {
         Some(kernel) => kernel.clone(),
         None => GUEST.build(Options::default(), progress)?.vmlinux,
     };
-    Profile::create(dir, &outer.vmlinux, &guest)
+    let all = args.runs as usize + 1;
+    let profile = Profile::create(temp.path(), &outer.vmlinux, &guest, all)?;
+    let lines = boots(args, Some(&profile.words()), progress)?;
+    let mut boots = profile.boots(all)?;
+    // As for the lines.
+    boots.remove(0);
+    Ok(lines.into_iter().zip(boots).collect())
 }
 
 fn temporary() -> Result<TempDir> {

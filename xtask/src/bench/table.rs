@@ -10,12 +10,13 @@ use super::results::{
 const TOP: usize = 12;
 
 /// What the short table has.
-const HEADLINES: [&str; 18] = [
+const HEADLINES: [&str; 19] = [
     "boot instructions, 1 vCPU",
     "boot instructions, 4 vCPU",
     "instructions from hello to first output, 1 vCPU",
     "instructions from start to first output, 1 vCPU, without waits",
     "exits to user space of a boot",
+    "virtual time: all VM exits to /init",
     "virtual time: start to the guest's /init",
     "host system calls of a run",
     "start to first output",
