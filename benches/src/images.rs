@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
+use crate::peers;
 use crate::program::{find, succeed};
 use crate::report::{Report, milliseconds};
 use crate::{Error, Progress};
@@ -60,37 +61,44 @@ pub(crate) fn pull(
     let (mut ours, mut theirs, mut again) = (Vec::new(), Vec::new(), Vec::new());
     for run in 1..=runs {
         progress.say(&format!("pull: {run}/{runs}"));
-        let home = at("home");
-        let pull = || {
-            let mut pull = Command::new(program);
-            pull.args(["image", "pull", &name])
-                .env("BANTAM_HOME", &home);
-            pull
+        let our_turn = || {
+            let home = at("home");
+            let pull = || {
+                let mut pull = Command::new(program);
+                pull.args(["image", "pull", &name])
+                    .env("BANTAM_HOME", &home);
+                pull
+            };
+            let costs = (cost(&pull(), temp.path())?, cost(&pull(), temp.path())?);
+            remove(&home)?;
+            Ok(costs)
         };
-        ours.push(cost(&pull(), temp.path())?);
-        again.push(cost(&pull(), temp.path())?);
-        remove(&home)?;
-
-        let (layout, rootfs) = (at("layout"), at("rootfs"));
-        let oci = format!("oci:{}:x", layout.display());
-        let mut skopeo = Command::new("skopeo");
-        skopeo
-            .args(copy)
-            .arg("--src-tls-verify=false")
-            .args([&to, &oci]);
-        let fetched = cost(&skopeo, temp.path())?;
-        let mut umoci = Command::new("umoci");
-        umoci
-            .args(["raw", "unpack", "--image"])
-            .arg(format!("{}:x", layout.display()))
-            .arg(&rootfs);
-        let unpacked = cost(&umoci, temp.path())?;
-        theirs.push(Cost {
-            ms: fetched.ms + unpacked.ms,
-            mib: fetched.mib.max(unpacked.mib),
-        });
-        remove(&layout)?;
-        remove(&rootfs)?;
+        let their_turn = || {
+            let (layout, rootfs) = (at("layout"), at("rootfs"));
+            let oci = format!("oci:{}:x", layout.display());
+            let mut skopeo = Command::new("skopeo");
+            skopeo
+                .args(copy)
+                .arg("--src-tls-verify=false")
+                .args([&to, &oci]);
+            let fetched = cost(&skopeo, temp.path())?;
+            let mut umoci = Command::new("umoci");
+            umoci
+                .args(["raw", "unpack", "--image"])
+                .arg(format!("{}:x", layout.display()))
+                .arg(&rootfs);
+            let unpacked = cost(&umoci, temp.path())?;
+            remove(&layout)?;
+            remove(&rootfs)?;
+            Ok(Cost {
+                ms: fetched.ms + unpacked.ms,
+                mib: fetched.mib.max(unpacked.mib),
+            })
+        };
+        let ((first, second), their) = peers::in_turn::<_, _, Error>(run, our_turn, their_turn)?;
+        ours.push(first);
+        again.push(second);
+        theirs.push(their);
     }
     for (peer, what, costs) in [
         (None, PULL, ours),

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 
+use crate::peers;
 use crate::program::{self, Bench};
 use crate::report::Report;
 use crate::{Error, Progress};
@@ -62,7 +63,7 @@ struct Transfer {
     interrupts: f64,
 }
 
-/// Measures each network `runs` times, in turns.
+/// Measures each network `runs` times, in turns, every other one backwards.
 pub(crate) fn peers(
     bench: &Bench,
     image: &Path,
@@ -85,7 +86,11 @@ pub(crate) fn peers(
     }
     let mut all: Vec<(Network, Vec<Numbers>)> = networks.iter().map(|n| (*n, Vec::new())).collect();
     for run in 1..=runs {
-        for (network, numbers) in &mut all {
+        let mut turn: Vec<_> = all.iter_mut().collect();
+        if !peers::ours_is_first(run) {
+            turn.reverse();
+        }
+        for (network, numbers) in turn {
             let name = network.peer().unwrap_or("ours");
             progress.say(&format!("network, {name}: {run}/{runs}"));
             numbers.push(measure(bench, *network, image, &servers, temp.path())?);

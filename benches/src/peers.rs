@@ -153,6 +153,27 @@ pub(crate) fn first_byte(command: &mut Command) -> Result<(Running, f64), Error>
     }
 }
 
+/// Whether ours goes first in a turn: A B, B A, A B, and so on. Whoever is second finds the host as the
+/// first left it.
+pub(crate) fn ours_is_first(turn: usize) -> bool {
+    turn.is_multiple_of(2)
+}
+
+/// One turn: both, in the order of this turn. An error of the first ends it.
+pub(crate) fn in_turn<A, B, E>(
+    turn: usize,
+    ours: impl FnOnce() -> Result<A, E>,
+    theirs: impl FnOnce() -> Result<B, E>,
+) -> Result<(A, B), E> {
+    if ours_is_first(turn) {
+        let ours = ours()?;
+        Ok((ours, theirs()?))
+    } else {
+        let theirs = theirs()?;
+        Ok((ours()?, theirs))
+    }
+}
+
 /// Start to first output and memory of ours and of QEMU's microvm, in turns.
 pub(crate) fn microvm(
     bench: &Bench,
@@ -166,11 +187,16 @@ pub(crate) fn microvm(
     // The first turn brings the files into the page cache.
     for run in 0..=runs {
         progress.say(&format!("beside {QEMU}: {run}/{runs}"));
-        let (mut running, took) = first_byte(&mut bench.run(1, &["echo", "hello"]))?;
-        let _ = running.0.wait();
-        let (running, their_took) = first_byte(&mut peer.command())?;
-        let usage = Usage::of(running.0.id(), MEMORY_MIB)?;
-        drop(running);
+        let our_turn = || {
+            let (mut running, took) = first_byte(&mut bench.run(1, &["echo", "hello"]))?;
+            let _ = running.0.wait();
+            Ok(took)
+        };
+        let their_turn = || {
+            let (running, took) = first_byte(&mut peer.command())?;
+            Ok((took, Usage::of(running.0.id(), MEMORY_MIB)?))
+        };
+        let (took, (their_took, usage)) = in_turn::<_, _, Error>(run, our_turn, their_turn)?;
         if run > 0 {
             ours.push(took);
             theirs.push(their_took);
@@ -263,19 +289,22 @@ pub(crate) fn smolvm(
     let mut lines = Lines::of(&mut child.0)?;
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     let (mut our_exec, mut their_exec) = (Vec::new(), Vec::new());
-    let (mut beside, mut touched) = (Vec::new(), Vec::new());
+    let (mut usages, mut their_usages) = (Vec::new(), Vec::new());
     let mut held_up = Vec::new();
     for turn in 0..=SMOLVM_TURNS * runs {
         progress.say(&format!("beside {SMOLVM}: {}/{runs}", ours.len()));
-        let start = Instant::now();
-        let machine = machine::start(bench)?;
-        machine.exec(["echo", "hello"]).output()?;
-        let took = milliseconds(start.elapsed());
-        let times = round_trips(&machine)?;
-        machine.kill();
-        let their: SmolvmRun = lines.answer_to("start")?;
-        let usage = Usage::of(their.pid, MEMORY_MIB)?;
-        let Deleted {} = lines.answer_to("delete")?;
+        // One that was held up is made again in the same order.
+        let order = if turn == 0 { 0 } else { ours.len() + 1 };
+        let ((took, times, usage), (their, their_usage)) = in_turn::<_, _, Error>(
+            order,
+            || our_machine(bench),
+            || {
+                let their: SmolvmRun = lines.answer_to("start")?;
+                let usage = Usage::of(their.pid, MEMORY_MIB)?;
+                let Deleted {} = lines.answer_to("delete")?;
+                Ok((their, usage))
+            },
+        )?;
         if turn == 0 {
             continue;
         }
@@ -286,8 +315,8 @@ pub(crate) fn smolvm(
             our_exec.extend(times);
             theirs.push(their.output);
             their_exec.extend(their.exec);
-            beside.push(usage.beside_guest_mib());
-            touched.push(usage.guest_mib());
+            usages.push(usage);
+            their_usages.push(their_usage);
         }
         if ours.len() == runs {
             break;
@@ -318,9 +347,30 @@ pub(crate) fn smolvm(
         "ms",
         their_exec,
     );
-    report.add_peer(SMOLVM, BESIDE, engine, "MiB", beside);
-    report.add_peer(SMOLVM, TOUCHED, engine, "MiB", touched);
+    for (name, mib) in [
+        (BESIDE, Usage::beside_guest_mib as fn(&Usage) -> f64),
+        (TOUCHED, Usage::guest_mib),
+    ] {
+        let name = format!("{name}, side by side");
+        let ours = usages.iter().map(mib).collect();
+        report.add(&name, engine, "MiB", ours);
+        let theirs = their_usages.iter().map(mib).collect();
+        report.add_peer(SMOLVM, name, engine, "MiB", theirs);
+    }
     Ok(())
+}
+
+/// A machine of ours through the same that the script does with one of theirs: milliseconds from the
+/// call to the command's output, those of each `true`, and this process's memory then.
+fn our_machine(bench: &Bench) -> Result<(f64, Vec<f64>, Usage), Error> {
+    let start = Instant::now();
+    let machine = machine::start(bench)?;
+    machine.exec(["echo", "hello"]).output()?;
+    let took = milliseconds(start.elapsed());
+    let times = round_trips(&machine)?;
+    let usage = Usage::of(std::process::id(), MEMORY_MIB)?;
+    machine.kill();
+    Ok((took, times, usage))
 }
 
 /// How often `true` is run in each machine.
@@ -389,5 +439,34 @@ impl Lines {
         thread::sleep(Duration::from_millis(100));
         let said = (self.complaints.lock()).unwrap_or_else(PoisonError::into_inner);
         Err(Error::Other(format!("smolvm: {order}: {why}: {said}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    #[test]
+    fn who_goes_first_changes_with_each_turn() {
+        let order = RefCell::new(String::new());
+        let go = |who: char| {
+            order.borrow_mut().push(who);
+            Ok::<_, ()>(who)
+        };
+        for turn in 0..4 {
+            let both = in_turn(turn, || go('a'), || go('b'));
+            assert_eq!(both, Ok(('a', 'b')));
+        }
+        assert_eq!(order.into_inner(), "abbaabba");
+    }
+
+    #[test]
+    fn a_turn_ends_with_the_first_error() {
+        let fails = || Err::<(), _>("no");
+        let never = || -> Result<(), &str> { unreachable!("the turn has ended") };
+        assert_eq!(in_turn(0, fails, never), Err("no"));
+        assert_eq!(in_turn(1, never, fails), Err("no"));
     }
 }
