@@ -20,7 +20,7 @@ use tracing::field::{Field, Visit};
 
 use crate::events::{Listen, Listening};
 use crate::program::{self, Bench, MEMORY_MIB};
-use crate::report::{Measurement, Report};
+use crate::report::{Measurement, Profile, Report, median_of, sorted};
 use crate::{Error, Progress};
 
 /// The hidden first argument of the process that starts machines; the second is the image.
@@ -33,8 +33,13 @@ const STARTS: usize = 3;
 const PATIENCE: Duration = Duration::from_millis(50);
 /// What the machine's one vCPU uses from the kill to its end, among the steps.
 const VCPU: &str = "vcpu";
+/// The step at which the guest's first instruction is next.
+const FIRST_RUN: &str = "first_run";
 /// A file that is not there, looked for where the count of system calls begins.
 const BEGIN: &str = "/bantam-bench-begin";
+
+/// It needs no guest that runs, so it is measured once, on the host itself.
+const ENGINE: &str = "any";
 
 /// Processor time in microseconds at each step of one start, since the call.
 type Steps = BTreeMap<String, u64>;
@@ -73,8 +78,13 @@ fn once(image: &str) -> Result<(), Error> {
             .boot_timeout(PATIENCE)
             .start();
         // Where the guest does come up, it is killed like one that does not.
-        drop(started);
-        all.push(log.take());
+        let error = started.err();
+        let steps = log.take();
+        // That a software KVM's guest says nothing is no error here; that there is no KVM is one.
+        match error {
+            Some(error) if !steps.contains_key(FIRST_RUN) => return Err(error.into()),
+            _ => all.push(steps),
+        }
     }
     serde_json::to_writer(std::io::stdout().lock(), &Starts(all))
         .map_err(|error| Error::Other(format!("printing the steps: {error}")))
@@ -82,6 +92,10 @@ fn once(image: &str) -> Result<(), Error> {
 
 #[derive(Serialize, Deserialize)]
 struct Starts(Vec<Steps>);
+
+/// How often the calls are counted, each time of a process of its own: they hardly differ.
+const COUNTED: usize = 3;
+const SYSTEM_CALLS: &str = "host side: system calls, call to first vCPU run";
 
 /// Measures the processor time and the system calls of a start.
 pub(crate) fn measure(
@@ -97,7 +111,7 @@ pub(crate) fn measure(
         let starts = one_process(bench)?;
         for (n, steps) in starts.0.iter().enumerate() {
             let at = |step: &str| steps.get(step).map(|&us| us as f64 / 1000.0);
-            let (Some(run), Some(kill), Some(gone)) = (at("first_run"), at("kill"), at("gone"))
+            let (Some(run), Some(kill), Some(gone)) = (at(FIRST_RUN), at("kill"), at("gone"))
             else {
                 return Err(Error::Other(format!("steps are missing in {steps:?}")));
             };
@@ -123,16 +137,18 @@ pub(crate) fn measure(
         }
     }
     for (name, times) in values {
-        let result = Measurement::new(name, "native", "ms of CPU", times);
+        let result = Measurement::new(name, ENGINE, "ms of CPU", times);
         report.results.extend(result);
     }
-    if program::find("strace").is_ok() {
-        progress.say("host side of a start: system calls");
-        let calls = system_calls(bench)?;
-        let name = "host side: system calls, call to first vCPU run";
-        let result = Measurement::new(name, "native", "calls", calls);
-        report.results.extend(result);
+    program::find("strace")?;
+    let mut profiles = Vec::new();
+    for run in 1..=runs.min(COUNTED) {
+        progress.say(&format!("host side of a start: system calls: {run}"));
+        profiles.extend(system_calls(bench)?);
     }
+    let totals = profiles.iter().map(|calls| calls.total as f64).collect();
+    report.add(SYSTEM_CALLS, ENGINE, "calls", totals);
+    report.profiles.extend(median_of(profiles));
     Ok(())
 }
 
@@ -158,9 +174,9 @@ fn one_process(bench: &Bench) -> Result<Starts, Error> {
         .map_err(|error| Error::Other(format!("reading the steps: {error}")))
 }
 
-/// System calls from the call of the library to the first `KVM_RUN`, of all threads, for every
-/// start but the first.
-fn system_calls(bench: &Bench) -> Result<Vec<f64>, Error> {
+/// System calls from the call of the library to the first `KVM_RUN`, of all threads and by name, for
+/// every start but the first.
+fn system_calls(bench: &Bench) -> Result<Vec<Profile>, Error> {
     let log = tempfile::NamedTempFile::new()
         .map_err(Error::file("creating a file in", &std::env::temp_dir()))?;
     let mut strace = Command::new("strace");
@@ -168,24 +184,55 @@ fn system_calls(bench: &Bench) -> Result<Vec<f64>, Error> {
     strace.arg(this_program()?);
     program::succeed(&mut command(bench, strace))?;
     let text = fs::read_to_string(log.path()).map_err(Error::file("reading", log.path()))?;
-    Ok(calls_between(&text).into_iter().skip(1).collect())
+    let starts = calls_between(&text);
+    if starts.len() != STARTS {
+        return Err(Error::Other(format!(
+            "strace saw {} of {STARTS} starts",
+            starts.len()
+        )));
+    }
+    let profile = |calls: BTreeMap<String, u64>| Profile {
+        name: SYSTEM_CALLS.to_owned(),
+        engine: ENGINE,
+        unit: "calls",
+        total: calls.values().sum(),
+        parts: sorted(calls),
+        ..Profile::default()
+    };
+    Ok(starts.into_iter().skip(1).map(profile).collect())
 }
 
-fn calls_between(log: &str) -> Vec<f64> {
-    let (mut all, mut count) = (Vec::new(), None);
+/// Calls by name for each start in the log.
+fn calls_between(log: &str) -> Vec<BTreeMap<String, u64>> {
+    let (mut all, mut counts) = (Vec::new(), None);
     for line in log.lines() {
         if line.contains(BEGIN) {
-            count = Some(0_u32);
+            counts = Some(BTreeMap::new());
         } else if line.contains("KVM_RUN") {
-            all.extend(count.take().map(f64::from));
-        } else if let Some(count) = &mut count
-            && !line.contains("resumed>")
-            && !line.contains("+++")
-        {
-            *count += 1;
+            all.extend(counts.take());
+        } else if let (Some(counts), Some(name)) = (&mut counts, call(line)) {
+            *counts.entry(name).or_default() += 1;
         }
     }
     all
+}
+
+/// The name of the call that begins on this line of strace, which has the thread first. `ioctl` says
+/// little without what is asked for: that is named, too.
+fn call(line: &str) -> Option<String> {
+    let (_, call) = line.split_once(' ')?;
+    let (name, arguments) = call.trim_start().split_once('(')?;
+    // `<... futex resumed>)` is the end of one, `--- SIGCHLD {...} ---` and `+++ exited +++` are none.
+    if !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
+        return None;
+    }
+    let mut words = arguments
+        .split([',', ')', ' '])
+        .filter(|word| !word.is_empty());
+    match (name, words.nth(1)) {
+        ("ioctl", Some(request)) if !request.starts_with('<') => Some(format!("ioctl {request}")),
+        _ => Some(name.to_owned()),
+    }
 }
 
 /// Collects the steps that the engine tells.
@@ -212,7 +259,7 @@ impl Told {
             let first = !self.steps.contains_key(&name);
             match name.as_str() {
                 // The vCPU itself tells it. To look for its thread at the kill would be measured.
-                "first_run" => self.vcpu = Some(thread),
+                FIRST_RUN => self.vcpu = Some(thread),
                 "kill" if first => {
                     self.vcpu_at_kill = self.vcpu.and_then(|vcpu| clock(Of::Thread(vcpu)));
                     // The engine's number lacks what a vCPU that runs has used since the last tick:
@@ -319,10 +366,36 @@ mod tests {
     #[test]
     fn calls_are_counted_up_to_the_first_run_of_each_start() {
         let log = "1 read(3)\n1 stat(\"/bantam-bench-begin\") = -1\n1 mmap(a) = 1\n\
-            1 futex(x <unfinished ...>\n2 ioctl(4) = 0\n1 <... futex resumed>) = 0\n\
+            1 futex(x <unfinished ...>\n2 ioctl(4, KVM_CREATE_VM, 0) = 5\n\
+            1 <... futex resumed>) = 0\n1 --- SIGUSR1 {si_pid=7 (me)} ---\n\
             2 ioctl(5, KVM_RUN\n2 ioctl(5, KVM_RUN\n1 close(3) = 0\n\
             1 stat(\"/bantam-bench-begin\") = -1\n2 +++ exited with 0 +++\n1 ioctl(5, KVM_RUN\n";
-        assert_eq!(calls_between(log), [3.0, 0.0]);
+        let [first, second] = &calls_between(log)[..] else {
+            panic!("two starts");
+        };
+        let first: Vec<_> = first.iter().map(|(name, n)| (name.as_str(), *n)).collect();
+        assert_eq!(
+            first,
+            [("futex", 1), ("ioctl KVM_CREATE_VM", 1), ("mmap", 1)]
+        );
+        assert!(second.is_empty());
+    }
+
+    #[test]
+    fn a_call_is_named_with_what_an_ioctl_asks_for() {
+        let named = |line| call(line).unwrap_or_default();
+        assert_eq!(named("12  getpid() = 12"), "getpid");
+        assert_eq!(named("12 openat(AT_FDCWD, \"/a (b)\") = 3"), "openat");
+        assert_eq!(
+            named("12 ioctl(5, KVM_SET_MSRS, {}) = 1"),
+            "ioctl KVM_SET_MSRS"
+        );
+        assert_eq!(
+            named("12 ioctl(5, KVM_GET_TSC_KHZ) = 1"),
+            "ioctl KVM_GET_TSC_KHZ"
+        );
+        assert_eq!(named("12 ioctl(5 <unfinished ...>"), "ioctl");
+        assert_eq!(named("12 <... ioctl resumed>) = 0"), "");
     }
 
     fn step(name: &str, cpu_us: u64) -> Step {
