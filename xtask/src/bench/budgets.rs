@@ -7,7 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::results::{Measurement, Profile, Results, counted, number};
+use super::parts::{growth, parts};
+use super::results::{Measurement, Profile, Results, number};
 use crate::error::{Error, Result};
 use crate::host;
 
@@ -143,47 +144,9 @@ impl Budget {
     }
 }
 
-/// The parts of a profile that have at least `smallest`.
-pub(super) fn parts(profile: &Profile, smallest: u64) -> BTreeMap<String, u64> {
-    (profile.parts.iter())
-        .filter(|part| part.count >= smallest)
-        .map(|part| (part.name.clone(), part.count))
-        .collect()
-}
-
 /// Parts smaller than the smallest that is remembered were not written down.
 fn cutoff(parts: &BTreeMap<String, u64>) -> u64 {
     parts.values().copied().min().unwrap_or(0)
-}
-
-/// What grew most since `before`, in words. A part that is not in `before` had at most `unseen`.
-pub(super) fn growth(
-    before: &BTreeMap<String, u64>,
-    now: &Profile,
-    unseen: u64,
-    most: usize,
-) -> Vec<String> {
-    let mut grown: Vec<(u64, String)> = (now.parts.iter())
-        .filter_map(|part| {
-            let was = before.get(&part.name);
-            let more = part.count.checked_sub(was.copied().unwrap_or(unseen))?;
-            let was = match (was, unseen) {
-                (Some(was), _) => counted(*was),
-                (None, 0) => "none".to_owned(),
-                (None, unseen) => format!("less than {}", counted(unseen)),
-            };
-            let words = format!(
-                "{:>12}  {} ({was} -> {})",
-                format!("+{}", counted(more)),
-                part.name,
-                counted(part.count)
-            );
-            (more > 0).then_some((more, words))
-        })
-        .collect();
-    grown.sort_by_key(|(more, _)| std::cmp::Reverse(*more));
-    grown.truncate(most);
-    grown.into_iter().map(|(_, words)| words).collect()
 }
 
 /// Budgets that were kept, that were not (in words), and that could not be looked at here.

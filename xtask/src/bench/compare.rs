@@ -1,12 +1,16 @@
 //! What moved between two runs.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use super::budgets;
-use super::results::{Measurement, Place, Profile, Results, number};
+use super::parts::{movement, parts};
+use super::results::{Facts, Measurement, Place, Profile, Results, number};
 
-/// A time that was taken once has a spread nobody saw; it is taken to be a tenth.
-const UNSEEN: f64 = 0.1;
+/// What was taken once has a spread nobody saw; of a time it is taken to be a tenth.
+const UNSEEN_OF_TIME: f64 = 0.1;
+/// Of a count: a little more than counts of one build differ by that are taken several times, wake-ups
+/// and memory in use.
+const UNSEEN_OF_COUNT: f64 = 0.03;
 /// How many parts of a count that moved are named.
 const PARTS: usize = 6;
 
@@ -31,13 +35,24 @@ impl Move<'_> {
         }
     }
 
-    /// Whether the change is more than what values of one run differ by.
+    /// By which part it changed, as it is printed.
+    fn percent(&self) -> String {
+        if self.old.median == 0.0 {
+            "new".to_owned()
+        } else {
+            format!("{:+.1} %", self.change() / self.old.median * 100.0)
+        }
+    }
+
+    /// Whether the change is more than what values of one run differ by, and one that can be seen.
     fn is_real(&self) -> bool {
-        let spread = |m: &Measurement| match (m.is_count(), m.n) {
-            (false, 1) => m.median * UNSEEN,
+        let spread = |m: &Measurement| match (m.n, m.is_count()) {
+            (1, true) => m.median.abs() * UNSEEN_OF_COUNT,
+            (1, false) => m.median.abs() * UNSEEN_OF_TIME,
             _ => m.spread(),
         };
         self.change().abs() > spread(self.old).max(spread(self.new))
+            && !["+0.0 %", "-0.0 %"].contains(&self.percent().as_str())
     }
 }
 
@@ -52,8 +67,8 @@ pub(super) fn compare(old: &Results, new: &Results) -> String {
         or_unknown(&old.run.commit),
         or_unknown(&old.run.date)
     ));
-    if let Some(note) = other_machine(old, new) {
-        line(note);
+    for note in notes(old, new) {
+        line(format!("note: {note}"));
     }
     let mut moves = Vec::new();
     let mut gone = Vec::new();
@@ -73,17 +88,14 @@ pub(super) fn compare(old: &Results, new: &Results) -> String {
     let compared = moves.len();
     moves.retain(Move::is_real);
     moves.sort_by(|a, b| b.size().total_cmp(&a.size()));
-    for Move { place, old, new } in &moves {
-        let percent = match old.median {
-            0.0 => "new".to_owned(),
-            was => format!("{:+.1} %", (new.median - was) / was * 100.0),
-        };
+    for moved in &moves {
         line(format!(
-            "{percent:>10}  {}: {} -> {} {}",
-            title(*place, new),
-            number(old.median),
-            number(new.median),
-            new.unit
+            "{:>10}  {}: {} -> {} {}",
+            moved.percent(),
+            title(moved.place, moved.new),
+            number(moved.old.median),
+            number(moved.new.median),
+            moved.new.unit
         ));
     }
     for Move {
@@ -91,8 +103,8 @@ pub(super) fn compare(old: &Results, new: &Results) -> String {
     } in moves.iter().filter(|moved| moved.new.is_count())
     {
         if let (Some(before), Some(after)) = (profile(old, was), profile(new, is)) {
-            for grown in budgets::growth(&budgets::parts(before, 0), after, 0, PARTS) {
-                line(format!("            {}: {grown}", is.name));
+            for part in movement(&parts(before, 0), after, PARTS) {
+                line(format!("            {}: {part}", is.name));
             }
         }
     }
@@ -144,25 +156,102 @@ fn or_unknown(text: &str) -> &str {
     if text.is_empty() { "unknown" } else { text }
 }
 
-/// Times of two machines say nothing of what changed.
-fn other_machine(old: &Results, new: &Results) -> Option<String> {
-    let machine = |results: &Results| {
-        let part = results
-            .parts
-            .iter()
-            .find(|part| part.place == Place::Host)?;
-        let facts = part.report.host.as_ref()?;
-        Some(format!(
-            "{}, {} cores, {}",
-            facts.cpu, facts.cores, facts.kernel
-        ))
+/// What else than the commit differs between the runs.
+fn notes(old: &Results, new: &Results) -> Vec<String> {
+    let mut machines = Vec::new();
+    for (place, name) in [(Place::Host, "host"), (Place::Rig, "rig")] {
+        if let (Some(then), Some(now)) = (facts(old, place), facts(new, place)) {
+            machines.extend(other_machine(name, then, now));
+        }
+    }
+    if !machines.is_empty() {
+        machines.push("compare counts, not times: they are of different machines".to_owned());
+    }
+    (difference("qemu", &old.run.qemu, &new.run.qemu).into_iter())
+        .chain(difference("engines", &engines(old), &engines(new)))
+        .chain(machines)
+        .chain(other_place(old, new))
+        .collect()
+}
+
+fn difference(what: &str, then: &str, now: &str) -> Option<String> {
+    let (known_then, known_now) = (or_unknown(then), or_unknown(now));
+    (then != now).then(|| format!("{what}: then {known_then}, now {known_now}"))
+}
+
+/// In what the machine that is called `name` is not what it was; its load is of the hour.
+fn other_machine(name: &str, then: &Facts, now: &Facts) -> Vec<String> {
+    let cores = |facts: &Facts| facts.cores.to_string();
+    let weaknesses: BTreeSet<&String> =
+        (then.mitigations.keys().chain(now.mitigations.keys())).collect();
+    let mitigation = |weakness: &String| {
+        let state = |facts: &Facts| match facts.mitigations.get(weakness) {
+            Some(state) => state.clone(),
+            None => "Not affected".to_owned(),
+        };
+        let what = format!("{name}'s mitigation of {weakness}");
+        difference(&what, &state(then), &state(now))
     };
-    let (old, new) = (machine(old)?, machine(new)?);
-    (old != new).then(|| format!("note: then on {old}, now on {new}: compare counts, not times"))
+    (difference(&format!("{name}'s cpu"), &then.cpu, &now.cpu).into_iter())
+        .chain(difference(
+            &format!("{name}'s cores"),
+            &cores(then),
+            &cores(now),
+        ))
+        .chain(difference(
+            &format!("{name}'s kernel"),
+            &then.kernel,
+            &now.kernel,
+        ))
+        .chain(weaknesses.into_iter().filter_map(mitigation))
+        .collect()
+}
+
+/// The machine that measured at a place, if its program told.
+fn facts(results: &Results, place: Place) -> Option<&Facts> {
+    let mut parts = results.parts.iter().filter(|part| part.place == place);
+    parts.find_map(|part| part.report.host.as_ref())
+}
+
+/// The engines of a run.
+fn engines(results: &Results) -> String {
+    let engines: BTreeSet<&str> = (results.measurements())
+        .map(|(_, m)| m.engine.as_str())
+        .filter(|engine| *engine != "any")
+        .collect();
+    engines.into_iter().collect::<Vec<_>>().join(", ")
+}
+
+/// Numbers that were measured on the host then and in the rig now, or the other way round.
+fn other_place(old: &Results, new: &Results) -> Option<String> {
+    let at = |results: &Results, place, of: &Measurement| {
+        let mut all = results.measurements();
+        all.any(|(at, m)| at == place && is_same(m, of))
+    };
+    let moved: Vec<Place> = (new.measurements())
+        .filter(|(now, m)| {
+            let other = match now {
+                Place::Host => Place::Rig,
+                Place::Rig => Place::Host,
+            };
+            !at(old, *now, m) && at(old, other, m)
+        })
+        .map(|(now, _)| now)
+        .collect();
+    let (then, now) = match moved.first()? {
+        Place::Host => ("in the rig", "on the host"),
+        Place::Rig => ("on the host", "in the rig"),
+    };
+    Some(format!(
+        "numbers that were measured {then} then and {now} now are not compared: {}",
+        moved.len()
+    ))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::super::results::testing::{measured, profile, results};
     use super::*;
 
@@ -211,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_that_moved_names_what_grew() {
+    fn a_count_that_moved_names_the_parts_that_did_in_either_direction() {
         let run = |count: u64| {
             let total = (count + 10) as f64;
             results(
@@ -219,8 +308,119 @@ mod tests {
                 vec![profile("boot", &[("sort_r", count), ("strlen", 10)])],
             )
         };
-        let text = compare(&run(100), &run(500));
-        assert!(text.contains("sort_r"), "{text}");
-        assert!(!text.contains("strlen"), "{text}");
+        for (old, new, change) in [(100, 500, "+400  sort_r"), (500, 100, "-400  sort_r")] {
+            let text = compare(&run(old), &run(new));
+            assert!(text.contains(change), "{text}");
+            assert!(!text.contains("strlen"), "{text}");
+        }
+    }
+
+    /// What a comparison of one number says moved.
+    fn moved(unit: &str, old: &[f64], new: &[f64]) -> bool {
+        let run = |values: &[f64]| results(vec![measured("m", unit, values)], Vec::new());
+        let text = compare(&run(old), &run(new));
+        assert!(!text.contains("0.0 %"), "{text}");
+        text.contains("1 of 1 moved")
+    }
+
+    #[test]
+    fn what_was_taken_once_is_uncertain() {
+        assert!(!moved("wake-ups", &[0.91], &[0.92]));
+        assert!(moved("wake-ups", &[0.91], &[1.91]));
+        assert!(!moved("ms", &[100.0], &[108.0]));
+        assert!(moved("ms", &[100.0], &[118.0]));
+        // Once only, in one of the runs.
+        assert!(!moved("calls", &[100.0, 100.0], &[102.0]));
+        assert!(moved("calls", &[100.0, 100.0], &[102.0, 102.0]));
+    }
+
+    #[test]
+    fn what_is_printed_as_no_change_is_none() {
+        assert!(!moved("MiB", &[29.746], &[29.75]));
+        assert!(!moved("MiB", &[29.746, 29.746], &[29.75, 29.75]));
+        assert!(!moved(
+            "instructions",
+            &[1e7, 1e7],
+            &[1e7 - 4000.0, 1e7 - 4000.0]
+        ));
+        assert!(moved(
+            "instructions",
+            &[1e7, 1e7],
+            &[1e7 - 6000.0, 1e7 - 6000.0]
+        ));
+        assert!(moved("KiB", &[0.0], &[4.0]));
+    }
+
+    /// A run on this machine.
+    fn on(facts: Facts) -> Results {
+        let mut run = results(vec![measured("m", "ms", &[1.0])], Vec::new());
+        run.parts[0].report.host = Some(facts);
+        run.run.qemu = "QEMU 7".to_owned();
+        run
+    }
+
+    fn machine() -> Facts {
+        Facts {
+            cpu: "EPYC".to_owned(),
+            cores: 2,
+            kernel: "Linux 6.18".to_owned(),
+            mitigations: BTreeMap::from([("meltdown".to_owned(), "Mitigation: PTI".to_owned())]),
+            load: "1.0".to_owned(),
+        }
+    }
+
+    fn notes_of(old: &Results, new: &Results) -> Vec<String> {
+        let text = compare(old, new);
+        let notes = text.lines().filter_map(|line| line.strip_prefix("note: "));
+        notes.map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn every_difference_of_the_machines_is_noted_and_the_load_is_none() {
+        let busy = Facts {
+            load: "9.0".to_owned(),
+            ..machine()
+        };
+        assert_eq!(notes_of(&on(machine()), &on(busy)), [""; 0]);
+        let other = Facts {
+            cpu: "Xeon".to_owned(),
+            cores: 4,
+            kernel: "Linux 6.19".to_owned(),
+            mitigations: BTreeMap::from([("mds".to_owned(), "Vulnerable".to_owned())]),
+            ..machine()
+        };
+        let mut new = on(other);
+        new.run.qemu = "QEMU 8".to_owned();
+        let expected = [
+            "qemu: then QEMU 7, now QEMU 8",
+            "host's cpu: then EPYC, now Xeon",
+            "host's cores: then 2, now 4",
+            "host's kernel: then Linux 6.18, now Linux 6.19",
+            "host's mitigation of mds: then Not affected, now Vulnerable",
+            "host's mitigation of meltdown: then Mitigation: PTI, now Not affected",
+            "compare counts, not times: they are of different machines",
+        ];
+        assert_eq!(notes_of(&on(machine()), &new), expected);
+        let mut in_rig = new;
+        in_rig.parts[0].place = Place::Rig;
+        let mut old = on(machine());
+        old.parts[0].place = Place::Rig;
+        let notes = notes_of(&old, &in_rig);
+        assert_eq!(notes[1], "rig's cpu: then EPYC, now Xeon");
+    }
+
+    #[test]
+    fn other_engines_and_another_place_are_noted() {
+        let old = on(machine());
+        let mut new = on(machine());
+        new.parts[0].place = Place::Rig;
+        let notes = notes_of(&old, &new);
+        let expected =
+            "numbers that were measured on the host then and in the rig now are not compared: 1";
+        assert_eq!(notes, [expected]);
+        let mut new = on(machine());
+        new.parts[0].report.results[0].engine = "native".to_owned();
+        let notes = notes_of(&old, &new);
+        assert_eq!(notes, ["engines: then emulated, now native"]);
     }
 }

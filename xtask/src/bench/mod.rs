@@ -4,6 +4,7 @@
 mod budgets;
 mod compare;
 mod measure;
+mod parts;
 mod peers;
 mod results;
 mod table;
