@@ -31,7 +31,8 @@ pub(crate) fn instructions(
     let map = bench
         .system_map
         .as_ref()
-        .ok_or_else(|| Error::Other("no kernel symbols were given (--system-map)".to_owned()))?;
+        .ok_or_else(|| Error::Missing("no kernel symbols were given (--system-map)".to_owned()))?;
+    program::find("cc")?;
     let symbols = Symbols::read(map)?;
     let temp = tempfile::tempdir().map_err(Error::file("creating", &std::env::temp_dir()))?;
     let plugin = build_plugin(temp.path())?;
@@ -78,7 +79,7 @@ pub(crate) fn instructions(
     report.add(TO_OUTPUT, engine, "instructions", all);
     match microvm(bench, &symbols, &plugin, &counts, runs, progress) {
         Ok(values) => report.add_peer(peers::QEMU, TO_OUTPUT, engine, "instructions", values),
-        Err(error) => report.skip(format!("{TO_OUTPUT}, {}", peers::QEMU), error.to_string()),
+        Err(error) => report.left_out(format!("{TO_OUTPUT}, {}", peers::QEMU), &error),
     }
     Ok(())
 }

@@ -36,10 +36,10 @@ pub(crate) fn pull(
         find(tool)?;
     }
     if !Path::new("/usr/bin/time").exists() {
-        return Err(Error::Other("/usr/bin/time is not installed".to_owned()));
+        return Err(Error::Missing("/usr/bin/time is not installed".to_owned()));
     }
     if !archive.is_file() {
-        return Err(Error::Other(
+        return Err(Error::Missing(
             "no image to pull (`cargo xtask image debian` makes it)".to_owned(),
         ));
     }

@@ -6,6 +6,7 @@
 
 mod boot;
 mod counts;
+mod entries;
 mod events;
 mod exits;
 mod facts;
@@ -29,21 +30,27 @@ use std::process::{Command, ExitCode};
 use bantam::{Availability, EngineKind, ImageSource, probe_engines};
 use clap::{Parser, ValueEnum};
 
+use crate::entries::{Context, ENTRIES, Entry};
 use crate::events::Listening;
 use crate::exits::ExitLog;
 use crate::facts::Facts;
 use crate::program::Bench;
 use crate::report::Report;
 
+/// Some measurement failed; the others are printed.
+const FAILED: u8 = 1;
+/// A filter names nothing.
+const USAGE: u8 = 2;
+
 #[derive(Parser)]
 struct Args {
-    /// Measure machines of this engine
+    /// Measure machines of this engine, or what needs none
     #[arg(long)]
     engine: Engine,
     /// Only say, by the exit status, whether the engine works here
     #[arg(long)]
     check: bool,
-    /// Only print the names for --filter
+    /// Only print the names for --filter; "asked" after one that is not measured without it
     #[arg(long)]
     list: bool,
     /// Only measurements whose name contains this (repeatable)
@@ -76,11 +83,51 @@ struct Args {
 enum Engine {
     Native,
     Emulated,
+    /// What needs no machine that boots.
+    Any,
 }
 
-/// Why a measurement failed.
+impl Engine {
+    /// As results are labelled.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Native => EngineKind::Native.name(),
+            Self::Emulated => EngineKind::Emulated.name(),
+            Self::Any => "any",
+        }
+    }
+
+    /// The engine of the machines that are started. Without one that boots, machines are still started
+    /// natively, on any KVM.
+    fn kind(self) -> EngineKind {
+        match self {
+            Self::Native | Self::Any => EngineKind::Native,
+            Self::Emulated => EngineKind::Emulated,
+        }
+    }
+
+    /// Whether this host has what it needs.
+    fn usable(self) -> Result<(), Error> {
+        if matches!(self, Self::Any) {
+            return Ok(());
+        }
+        match probe_engines().availability(self.kind()) {
+            Availability::Ready(_) => Ok(()),
+            // The rig is there for its KVM.
+            Availability::Unusable(why) if std::env::var_os("RIG").is_some() => {
+                Err(Error::Other(format!("in the rig: {why}")))
+            }
+            Availability::Unusable(why) => Err(Error::Missing(why.clone())),
+        }
+    }
+}
+
+/// Why there is no measurement. All but [`Error::Missing`] are failures.
 #[derive(Debug, thiserror::Error)]
 enum Error {
+    /// This host lacks what the measurement needs, which was found out before it began.
+    #[error("{0}")]
+    Missing(String),
     #[error("{doing} {path}: {source}", path = path.display())]
     File {
         doing: &'static str,
@@ -126,7 +173,7 @@ impl Bench {
 
 /// Says on standard error what is being measured.
 #[derive(Clone, Copy)]
-struct Progress(EngineKind);
+struct Progress(&'static str);
 
 impl Progress {
     fn say(self, what: &str) {
@@ -140,156 +187,40 @@ fn main() -> ExitCode {
         return code;
     }
     let args = Args::parse();
-    let engine = match args.engine {
-        Engine::Native => EngineKind::Native,
-        Engine::Emulated => EngineKind::Emulated,
-    };
-    let availability = probe_engines().availability(engine).clone();
+    let engine = args.engine;
     if args.check {
-        return match availability {
-            Availability::Ready(_) => ExitCode::SUCCESS,
-            Availability::Unusable(_) => ExitCode::FAILURE,
+        return match engine.usable() {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(_) => ExitCode::FAILURE,
         };
     }
     if args.list {
-        for entry in ENTRIES {
-            let _ = writeln!(io::stdout(), "{}", entry.name);
+        for entry in ENTRIES.iter().filter(|entry| entry.is_for(engine)) {
+            let _ = writeln!(io::stdout(), "{}", entry.listed());
         }
         return ExitCode::SUCCESS;
     }
-    let report = measure(args, engine);
-    let printed = serde_json::to_writer(io::stdout().lock(), &report);
-    match printed {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(_) => ExitCode::FAILURE,
-    }
-}
-
-/// What a measurement is made with.
-struct Context<'a> {
-    bench: &'a Bench,
-    /// How often times are taken.
-    runs: usize,
-    /// How often counts are: they hardly differ.
-    counted: usize,
-    /// The folder of smolvm's Python package, if it was fetched.
-    smolvm: &'a Path,
-    /// An archive of an image to pull.
-    pull_image: &'a Path,
-    /// An image with curl and iperf3.
-    network_image: &'a Path,
-    /// VM exits of this process's machines.
-    exits: &'a ExitLog,
-    progress: Progress,
-}
-
-/// One entry of the list below.
-struct Entry {
-    /// What `--filter` looks at.
-    name: &'static str,
-    on: On,
-    measure: fn(&Context<'_>, &mut Report) -> Result<(), Error>,
-}
-
-/// When an entry is measured.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum On {
-    /// For each engine.
-    Both,
-    /// For machines on the native engine.
-    Native,
-    /// For machines on the emulated engine; also what has no engine and is wanted once.
-    Emulated,
-    /// For each engine, but only when `--filter` names it: it takes minutes.
-    Asked,
-}
-
-/// Everything that can be measured, in the order in which it is.
-const ENTRIES: &[Entry] = &[
-    entry("boot-instructions-1", On::Emulated, |c, r| {
-        boot::instructions(c.bench, 1, c.counted, r, c.progress)
-    }),
-    entry("boot-instructions-4", On::Emulated, |c, r| {
-        boot::instructions(c.bench, 4, c.counted, r, c.progress)
-    }),
-    entry("exits", On::Native, |c, r| {
-        machine::exits(c.bench, c.counted, c.exits, r, c.progress)
-    }),
-    // Needs a KVM and no guest, so a software one will do.
-    entry("host-side", On::Emulated, |c, r| {
-        hostside::measure(c.bench, c.runs, r, c.progress)
-    }),
-    entry("system-calls", On::Both, |c, r| {
-        program::system_calls(c.bench, c.counted, r, c.progress)
-    }),
-    entry("bytes-read", On::Both, |c, r| {
-        program::read_bytes(c.bench, c.counted, r, c.progress)
-    }),
-    entry("memory", On::Both, |c, r| {
-        machine::resident(c.bench, c.counted, r, c.progress)
-    }),
-    entry("one-more", On::Native, |c, r| {
-        onemore::measure(c.bench, r, c.progress)
-    }),
-    entry("first-output", On::Both, |c, r| {
-        program::first_output(c.bench, c.runs, r, c.progress)
-    }),
-    entry("peer-qemu-microvm", On::Both, |c, r| {
-        peers::microvm(c.bench, c.runs, r, c.progress)
-    }),
-    entry("peer-smolvm", On::Asked, |c, r| {
-        peers::smolvm(c.bench, c.smolvm, c.counted, r, c.progress)
-    }),
-    entry("exec", On::Both, |c, r| {
-        machine::exec(c.bench, r, c.progress)
-    }),
-    entry("wake-ups", On::Both, |c, r| {
-        wakeups::measure(c.bench, r, c.progress)
-    }),
-    entry("named-exec", On::Both, |c, r| {
-        named::exec(c.bench, r, c.progress)
-    }),
-    entry("stream", On::Both, |c, r| {
-        machine::stream(c.bench, r, c.progress)
-    }),
-    // The others stand behind QEMU's card only.
-    entry("net", On::Emulated, |c, r| {
-        net::peers(c.bench, c.network_image, c.counted, r, c.progress)
-    }),
-    entry("pull", On::Emulated, |c, r| {
-        images::pull(&c.bench.program, c.pull_image, c.counted, r, c.progress)
-    }),
-    entry("cycles", On::Asked, |c, r| {
-        named::cycles(c.bench, r, c.progress)
-    }),
-];
-
-const fn entry(
-    name: &'static str,
-    on: On,
-    measure: fn(&Context<'_>, &mut Report) -> Result<(), Error>,
-) -> Entry {
-    Entry { name, on, measure }
-}
-
-impl Entry {
-    fn is_for(&self, engine: EngineKind) -> bool {
-        match self.on {
-            On::Both | On::Asked => true,
-            On::Native => engine == EngineKind::Native,
-            On::Emulated => engine == EngineKind::Emulated,
+    let entries = match entries::chosen(ENTRIES, engine, &args.filter) {
+        Ok(entries) => entries,
+        Err(unknown) => {
+            let _ = writeln!(io::stderr(), "error: {unknown}");
+            return ExitCode::from(USAGE);
         }
-    }
-
-    fn is_named(&self, filters: &[String]) -> bool {
-        filters.iter().any(|filter| self.name.contains(filter))
+    };
+    let report = measure(args, &entries);
+    let printed = serde_json::to_writer(io::stdout().lock(), &report);
+    if printed.is_ok() && report.failed.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::from(FAILED)
     }
 }
 
-/// Makes every measurement that the filters name. One that fails does not stop the others.
-fn measure(args: Args, engine: EngineKind) -> Report {
+/// Makes these measurements.
+fn measure(args: Args, entries: &[&Entry]) -> Report {
+    let engine = args.engine;
     let bench = Bench {
-        engine,
+        engine: engine.kind(),
         program: args.program,
         image: args.image,
         system_map: args.system_map,
@@ -306,20 +237,16 @@ fn measure(args: Args, engine: EngineKind) -> Report {
         pull_image: &args.pull_image,
         network_image: &args.network_image,
         exits: &exits,
-        progress: Progress(engine),
+        progress: Progress(engine.name()),
     };
-    let mut report = Report::default();
-    for entry in ENTRIES.iter().filter(|entry| entry.is_for(engine)) {
-        let Entry { name, on, measure } = entry;
-        if args.filter.is_empty() && *on == On::Asked {
-            report.skip(*name, format!("takes minutes: only with --filter {name}"));
-        } else if (args.filter.is_empty() || entry.is_named(&args.filter))
-            && let Err(error) = measure(&context, &mut report)
-        {
-            context.progress.say(&format!("{name}: {error}"));
-            report.skip(*name, error.to_string());
-        }
-    }
+    let mut report = Report::of(engine.name());
+    entries::run(
+        entries,
+        &args.filter,
+        &engine.usable(),
+        &context,
+        &mut report,
+    );
     report.host = Some(Facts::read());
     report
 }

@@ -73,7 +73,7 @@ pub(crate) fn peers(
 ) -> Result<(), Error> {
     program::find("iperf3")?;
     if !image.is_file() {
-        return Err(Error::Other(
+        return Err(Error::Missing(
             "no image with curl and iperf3 (`cargo xtask image network` makes it)".to_owned(),
         ));
     }

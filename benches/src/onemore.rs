@@ -59,10 +59,11 @@ impl Account {
         let root = Path::new(GROUPS);
         let controllers = fs::read_to_string(root.join("cgroup.controllers")).unwrap_or_default();
         if !has_memory(&controllers) {
-            return Err(Error::Other(format!(
+            return Err(Error::Missing(format!(
                 "{GROUPS} has no account of memory (cgroup version 2)"
             )));
         }
+        drop(Group::new("probe").map_err(or_missing)?);
         let control = root.join(CONTROL);
         let on = fs::read_to_string(&control).map_err(Error::file("reading", &control))?;
         let ours = !has_memory(&on);
@@ -79,6 +80,23 @@ impl Drop for Account {
             // Fails, and rightly, if a group has turned it on for those below itself meanwhile.
             let _ = write(&Path::new(GROUPS).join(CONTROL), "-memory");
         }
+    }
+}
+
+/// Who may not make groups at all lacks what this needs.
+fn or_missing(error: Error) -> Error {
+    match error {
+        Error::File { source, .. }
+            if matches!(
+                source.kind(),
+                io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem
+            ) =>
+        {
+            Error::Missing(format!(
+                "control groups may not be made here (root may): {source}"
+            ))
+        }
+        error => error,
     }
 }
 
@@ -345,6 +363,16 @@ mod tests {
         assert_eq!(unified(scope), Some("user.slice/session-1.scope"));
         assert_eq!(unified("0::/\n"), Some(""));
         assert_eq!(unified("4:memory:/a0::/b\n"), None);
+    }
+
+    #[test]
+    fn who_may_not_make_groups_lacks_something_and_other_errors_are_failures() {
+        let of = |kind: io::ErrorKind| {
+            let error = Error::file("creating", Path::new(GROUPS))(kind.into());
+            matches!(or_missing(error), Error::Missing(_))
+        };
+        assert!(of(io::ErrorKind::PermissionDenied) && of(io::ErrorKind::ReadOnlyFilesystem));
+        assert!(!of(io::ErrorKind::AlreadyExists) && !of(io::ErrorKind::StorageFull));
     }
 
     #[test]

@@ -255,16 +255,17 @@ pub(crate) fn smolvm(
     progress: Progress,
 ) -> Result<(), Error> {
     if !package.join("smol").is_dir() {
-        return Err(Error::Other(format!(
+        return Err(Error::Missing(format!(
             "smolvm is not at {} (`cargo xtask bench --peers` fetches it)",
             package.display()
         )));
     }
     if bench.engine == EngineKind::Emulated {
-        return Err(Error::Other(
+        return Err(Error::Missing(
             "smolvm needs a KVM on which Linux boots".to_owned(),
         ));
     }
+    program::find("python3")?;
     let temp = tempfile::tempdir().map_err(Error::file("creating", &std::env::temp_dir()))?;
     // It runs its monitor as another user.
     fs::set_permissions(temp.path(), Permissions::from_mode(0o755))

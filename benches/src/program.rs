@@ -228,7 +228,7 @@ pub(crate) fn find(name: &str) -> Result<PathBuf, Error> {
     std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
         .map(|dir| dir.join(name))
         .find(|path| path.is_file())
-        .ok_or_else(|| Error::Other(format!("{name} is not installed")))
+        .ok_or_else(|| Error::Missing(format!("{name} is not installed")))
 }
 
 #[cfg(test)]

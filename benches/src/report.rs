@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::Error;
 use crate::facts::Facts;
 
 /// From how many values on a 95th percentile says anything.
@@ -12,12 +13,17 @@ const P95_FROM: usize = 20;
 /// All results of one run of the program.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Report {
+    /// Whose measurements are left out, if some are.
+    #[serde(skip)]
+    engine: &'static str,
     /// Where it ran; filled in at the end.
     pub(crate) host: Option<Facts>,
     pub(crate) results: Vec<Measurement>,
     pub(crate) profiles: Vec<Profile>,
-    /// Measurements that this host cannot make, and why.
-    pub(crate) skipped: Vec<Skipped>,
+    /// Measurements that this host cannot make: it lacks what they need. Nothing was tried.
+    pub(crate) skipped: Vec<LeftOut>,
+    /// Measurements that were tried and went wrong.
+    pub(crate) failed: Vec<LeftOut>,
 }
 
 /// One number, measured `n` times.
@@ -78,13 +84,25 @@ pub(crate) fn median_of(mut profiles: Vec<Profile>) -> Option<Profile> {
     profiles.into_iter().nth(middle)
 }
 
+/// A measurement that there is not, and why.
 #[derive(Debug, Serialize)]
-pub(crate) struct Skipped {
+pub(crate) struct LeftOut {
+    /// What `--filter` calls it, or what of it is missing.
     pub(crate) name: String,
+    /// As of a result.
+    pub(crate) engine: &'static str,
     pub(crate) reason: String,
 }
 
 impl Report {
+    /// An empty one of an engine, or of "any".
+    pub(crate) fn of(engine: &'static str) -> Self {
+        Self {
+            engine,
+            ..Self::default()
+        }
+    }
+
     /// Adds a number of ours.
     pub(crate) fn add(
         &mut self,
@@ -114,12 +132,25 @@ impl Report {
         self.results.extend(of_peer);
     }
 
-    /// Says why something is missing.
+    /// Says what this host lacks for a measurement.
     pub(crate) fn skip(&mut self, name: impl Into<String>, reason: impl Into<String>) {
-        self.skipped.push(Skipped {
+        self.skipped.push(LeftOut {
             name: name.into(),
+            engine: self.engine,
             reason: reason.into(),
         });
+    }
+
+    /// Says why there is no measurement: what the host lacks is skipped, all else has failed.
+    pub(crate) fn left_out(&mut self, name: impl Into<String>, error: &Error) {
+        match error {
+            Error::Missing(what) => self.skip(name, what),
+            error => self.failed.push(LeftOut {
+                name: name.into(),
+                engine: self.engine,
+                reason: error.to_string(),
+            }),
+        }
     }
 }
 

@@ -124,7 +124,7 @@ fn run(task: Task) -> Result<ExitCode> {
         }
         Task::FirstFunctions => first_functions::run()?,
         Task::VirtualTime(args) => virtual_time::run(&args)?,
-        Task::Bench(args) => bench::run(&args)?,
+        Task::Bench(args) => return bench::run(&args),
         Task::Guest => {
             let dir = guest::build(kernel::Options::default(), &Progress::new())?;
             say(&format!("guest artefacts in {}", dir.display()));

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::parts::{growth, parts};
-use super::results::{Measurement, Profile, Results, number};
+use super::results::{LeftOut, Measurement, Profile, Results, number};
 use crate::error::{Error, Result};
 use crate::host;
 
@@ -51,8 +51,10 @@ pub(super) enum Verdict<'a> {
     Within(&'a Measurement),
     /// Too much, and what grew.
     Exceeded(&'a Measurement, Vec<String>),
-    /// It could not be measured here, and why.
-    Skipped(String),
+    /// This host cannot measure it, and why.
+    Skipped(&'a str),
+    /// Measuring it went wrong, and how.
+    Failed(&'a str),
     /// Nothing makes a measurement of that name.
     Missing,
 }
@@ -89,10 +91,16 @@ impl Budget {
 
     pub(super) fn verdict<'a>(&self, results: &'a Results) -> Verdict<'a> {
         let Some(found) = results.find(&self.name, &self.engine) else {
-            let skipped = results.skipped().find(|skipped| skipped.name == self.entry);
-            return skipped.map_or(Verdict::Missing, |skipped| {
-                Verdict::Skipped(skipped.reason.clone())
-            });
+            // What boots no machine is left out of any engine, whatever its numbers are labelled.
+            let is_this = |one: &&LeftOut| {
+                one.name == self.entry
+                    && [self.engine.as_str(), "any"].contains(&one.engine.as_str())
+            };
+            if let Some(failed) = results.failed().find(is_this) {
+                return Verdict::Failed(&failed.reason);
+            }
+            let skipped = results.skipped().find(is_this);
+            return skipped.map_or(Verdict::Missing, |one| Verdict::Skipped(&one.reason));
         };
         if found.min <= self.limit() {
             return Verdict::Within(found);
@@ -121,12 +129,16 @@ impl Budget {
         true
     }
 
+    /// For people.
+    fn title(&self) -> String {
+        format!("{} ({})", self.name, self.engine)
+    }
+
     /// The line for the one who reads why a test failed.
     fn exceeded(&self, found: &Measurement, grown: &[String]) -> String {
         let mut text = format!(
-            "{} ({}): {} {}, {} more than when its budget was set; at most {} is allowed\n",
-            self.name,
-            self.engine,
+            "{}: {} {}, {} more than when its budget was set; at most {} is allowed\n",
+            self.title(),
             number(found.min),
             self.unit,
             number(found.min - self.measured),
@@ -149,28 +161,43 @@ fn cutoff(parts: &BTreeMap<String, u64>) -> u64 {
     parts.values().copied().min().unwrap_or(0)
 }
 
-/// Budgets that were kept, that were not (in words), and that could not be looked at here.
+/// Budgets that were kept, that were not or of which that is not known (in words), and that this host
+/// cannot look at.
 #[derive(Default)]
 pub(super) struct Outcome {
     pub(super) kept: usize,
     pub(super) broken: Vec<String>,
-    /// Name and reason.
+    /// Name with engine, and reason.
     pub(super) skipped: Vec<(String, String)>,
 }
 
 /// Holds results against the budgets.
 pub(super) fn check(budgets: &[Budget], results: &Results) -> Outcome {
     let mut outcome = Outcome::default();
+    let mut told = Vec::new();
     for budget in budgets {
         match budget.verdict(results) {
             Verdict::Within(_) => outcome.kept += 1,
             Verdict::Exceeded(found, grown) => {
                 outcome.broken.push(budget.exceeded(found, &grown));
             }
-            Verdict::Skipped(why) => outcome.skipped.push((budget.name.clone(), why)),
+            Verdict::Skipped(why) => outcome.skipped.push((budget.title(), why.to_owned())),
+            Verdict::Failed(why) => {
+                // One reason may be that of many, and have the end of a console in it.
+                let words = match told.contains(&why) {
+                    true => format!("as above: {}", why.lines().next().unwrap_or_default()),
+                    false => why.to_owned(),
+                };
+                told.push(why);
+                let title = budget.title();
+                outcome
+                    .broken
+                    .push(format!("{title}: measuring failed: {words}\n"));
+            }
             Verdict::Missing => outcome.broken.push(format!(
-                "{} ({}): `--filter {}` makes no measurement of this name; was it renamed?\n",
-                budget.name, budget.engine, budget.entry
+                "{}: `--filter {}` makes no measurement of this name; was it renamed?\n",
+                budget.title(),
+                budget.entry
             )),
         }
     }
@@ -184,7 +211,7 @@ pub(super) fn table(budgets: &[Budget], results: &Results) -> String {
         let (found, state) = match budget.verdict(results) {
             Verdict::Within(found) => (found, "kept"),
             Verdict::Exceeded(found, _) => (found, "EXCEEDED"),
-            Verdict::Skipped(_) | Verdict::Missing => continue,
+            Verdict::Skipped(_) | Verdict::Failed(_) | Verdict::Missing => continue,
         };
         if text.is_empty() {
             let _ = writeln!(
@@ -224,9 +251,8 @@ pub(super) fn update(budgets: Vec<Budget>, results: &Results) -> Result<Vec<Stri
         text.push('\n');
         host::write_atomic(&budget.path, text.as_bytes())?;
         changed.push(format!(
-            "budget of {} ({}): {} -> {}",
-            budget.name,
-            budget.engine,
+            "budget of {}: {} -> {}",
+            budget.title(),
             number(was),
             number(budget.measured)
         ));
@@ -236,8 +262,7 @@ pub(super) fn update(budgets: Vec<Budget>, results: &Results) -> Result<Vec<Stri
 
 #[cfg(test)]
 mod tests {
-    use super::super::results::Skipped;
-    use super::super::results::testing::{measured, profile, results};
+    use super::super::results::testing::{left_out, measured, profile, results};
     use super::*;
 
     fn budget() -> Budget {
@@ -293,17 +318,88 @@ mod tests {
         assert_eq!((outcome.kept, outcome.broken.len()), (0, 1));
     }
 
+    /// Kept, broken, skipped.
+    fn counts(outcome: &Outcome) -> (usize, usize, usize) {
+        (outcome.kept, outcome.broken.len(), outcome.skipped.len())
+    }
+
     #[test]
-    fn what_cannot_be_measured_here_is_skipped_and_what_nothing_measures_is_broken() {
+    fn what_this_host_cannot_measure_is_skipped_and_what_nothing_measures_is_broken() {
         let mut now = results(Vec::new(), Vec::new());
+        assert_eq!(counts(&check(&[budget()], &now)), (0, 1, 0));
+        let skipped = left_out("boot-instructions", "no compiler");
+        now.parts[0].report.skipped.push(skipped);
         let outcome = check(&[budget()], &now);
-        assert_eq!((outcome.broken.len(), outcome.skipped.len()), (1, 0));
-        now.parts[0].report.skipped.push(Skipped {
-            name: "boot-instructions".to_owned(),
-            reason: "no compiler".to_owned(),
+        assert_eq!(counts(&outcome), (0, 0, 1));
+        assert_eq!(outcome.skipped[0].0, "boot (emulated)");
+    }
+
+    #[test]
+    fn a_measurement_that_failed_breaks_its_budgets_with_the_reason() {
+        let mut now = results(Vec::new(), Vec::new());
+        let reason = "the rig ended\nlast line of its console";
+        let report = &mut now.parts[0].report;
+        report.failed.push(left_out("boot-instructions", reason));
+        // One run may have been skipped.
+        report
+            .skipped
+            .push(left_out("boot-instructions", "no compiler"));
+        let outcome = check(&[budget(), budget()], &now);
+        assert_eq!(counts(&outcome), (0, 2, 0));
+        assert!(outcome.broken[0].contains(reason), "{}", outcome.broken[0]);
+        let second = &outcome.broken[1];
+        assert!(
+            second.contains("boot (emulated)") && second.contains("the rig ended"),
+            "{second}"
+        );
+        assert!(!second.contains("console"), "{second}");
+    }
+
+    #[test]
+    fn what_another_engine_lacks_excuses_nothing() {
+        let mut now = results(Vec::new(), Vec::new());
+        let of_native = |reason| LeftOut {
+            engine: "native".to_owned(),
+            ..left_out("boot-instructions", reason)
+        };
+        let report = &mut now.parts[0].report;
+        report.skipped.push(of_native("no KVM"));
+        report.failed.push(of_native("the rig ended"));
+        let outcome = check(&[budget()], &now);
+        assert_eq!(counts(&outcome), (0, 1, 0));
+        assert!(
+            outcome.broken[0].contains("renamed"),
+            "{}",
+            outcome.broken[0]
+        );
+    }
+
+    #[test]
+    fn what_boots_no_machine_is_left_out_whatever_engine_its_budget_has() {
+        let mut now = results(Vec::new(), Vec::new());
+        now.parts[0].report.skipped.push(LeftOut {
+            engine: "any".to_owned(),
+            ..left_out("boot-instructions", "no KVM")
         });
-        let outcome = check(&[budget()], &now);
-        assert_eq!((outcome.broken.len(), outcome.skipped.len()), (0, 1));
+        assert_eq!(counts(&check(&[budget()], &now)), (0, 0, 1));
+    }
+
+    #[test]
+    fn two_engines_that_are_skipped_are_two_skips() {
+        let mut now = results(Vec::new(), Vec::new());
+        let other = Budget {
+            engine: "native".to_owned(),
+            ..budget()
+        };
+        for engine in ["emulated", "native"] {
+            now.parts[0].report.skipped.push(LeftOut {
+                engine: engine.to_owned(),
+                ..left_out("boot-instructions", "no compiler")
+            });
+        }
+        let skipped = check(&[budget(), other], &now).skipped;
+        let by_name: BTreeMap<String, String> = skipped.into_iter().collect();
+        assert_eq!(by_name.len(), 2);
     }
 
     #[test]

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::results::{Part, Place, Report, Results, Run, SCHEMA, Skipped};
+use super::plan::{Known, Request, Step, Subject};
+use super::results::{LeftOut, Part, Place, Report, Results, Run, SCHEMA};
 use super::{Engine, peers, virtual_time};
 use crate::demo;
 use crate::error::{Error, Result};
@@ -28,88 +29,36 @@ const RIG_MIB: u32 = 2048;
 /// Where the rig finds programs of this host that are measured or measure.
 const PROGRAMS: &str = "/usr";
 
-/// What to measure.
-pub(super) struct Request {
-    /// None: all.
-    pub(super) engines: Vec<Engine>,
-    /// None: everything that does not take minutes.
-    pub(super) filters: Vec<String>,
-    pub(super) runs: usize,
-    pub(super) peers: bool,
-}
-
-impl Request {
-    fn has(&self, engine: Engine) -> bool {
-        self.engines.is_empty() || self.engines.contains(&engine)
-    }
-
-    /// One part after the other, each in a rig of its own: a foreign program that hangs must not take
-    /// our numbers with it.
-    fn parts(&self, engine: Engine) -> Vec<Self> {
-        let (foreign, ours): (Vec<String>, Vec<String>) = (self.filters.iter())
-            .filter(|filter| !virtual_time::is_named(filter))
-            .cloned()
-            .partition(|filter| engine == Engine::Native && filter == SMOLVM);
-        let part = |filters| Self {
-            engines: vec![engine],
-            filters,
-            ..*self
-        };
-        let asked = engine == Engine::Native && self.peers && self.filters.is_empty();
-        let mut parts = Vec::new();
-        if !ours.is_empty() || self.filters.is_empty() {
-            parts.push(part(ours));
-        }
-        if asked || !foreign.is_empty() {
-            parts.push(part(vec![SMOLVM.to_owned()]));
-        }
-        parts
-    }
-
-    /// Virtual time has an outer machine of its own, whatever this host can do.
-    fn has_virtual_time(&self) -> bool {
-        let mut filters = self.filters.iter();
-        let asked = self.filters.is_empty() || filters.any(|filter| virtual_time::is_named(filter));
-        asked && self.has(Engine::Native)
-    }
-
-    fn is_foreign(&self) -> bool {
-        self.filters == [SMOLVM]
-    }
-}
-
-/// Builds and measures.
-pub(super) fn all(request: &Request, progress: &Progress) -> Result<Results> {
+/// Builds and measures. A run of `bantam-bench`, a rig or virtual time that fails is among the results as
+/// failed, and takes none of the others along.
+pub(super) fn all(request: &Request, known: &Known, progress: &Progress) -> Result<Results> {
     if request.peers {
         peers::fetch(progress)?;
     }
     let what = Measured::build(progress)?;
-    let mut parts = Vec::new();
-    // Emulated first: the rig's QEMU is not to be among what is measured here.
-    for engine in [Engine::Emulated, Engine::Native] {
-        if !request.has(engine) {
-            continue;
-        }
-        let in_rig = engine == Engine::Native && !what.works_here(engine)?;
-        for part in request.parts(engine) {
-            let measured = match in_rig {
-                true => what.in_rig(&part, progress),
-                false => what.here(engine, &part),
-            };
-            parts.push(match measured {
-                Err(error) if part.is_foreign() => skipped(in_rig, &error),
-                measured => measured?,
-            });
-        }
-    }
-    if request.has_virtual_time() {
-        parts.push(virtual_time::measure(progress)?);
-    }
-    let wants_sizes = |filter: &String| "sizes".contains(filter.as_str());
-    let sizes = match request.filters.is_empty() || request.filters.iter().any(wants_sizes) {
+    let sizes = match request.has_sizes() {
         true => what.sizes()?,
         false => BTreeMap::new(),
     };
+    let mut native_works = None;
+    let run = |step: &Step| {
+        let place = match step.subject {
+            Subject::Machines(Engine::Native) => {
+                match native_works.get_or_insert_with(|| what.works_here(Engine::Native)) {
+                    Ok(true) => Place::Host,
+                    Ok(false) => Place::Rig,
+                    Err(error) => return (Place::Host, Err(Error::other(error.to_string()))),
+                }
+            }
+            _ => Place::Host,
+        };
+        let report = match place {
+            Place::Host => what.here(step, request.runs),
+            Place::Rig => what.in_rig(step, request.runs, progress),
+        };
+        (place, report)
+    };
+    let parts = parts(request, known, run, || virtual_time::measure(progress));
     Ok(Results {
         schema: SCHEMA,
         run: this_run(),
@@ -118,32 +67,61 @@ pub(super) fn all(request: &Request, progress: &Progress) -> Result<Results> {
     })
 }
 
-/// The entry that measures smolvm.
-const SMOLVM: &str = "peer-smolvm";
-/// It unpacks the image in a machine of its own of 8 GiB, which comes to no end in 2 GiB.
-const SMOLVM_RIG_MIB: u32 = 4096;
+/// Each part of a request, made by these.
+fn parts(
+    request: &Request,
+    known: &Known,
+    mut run: impl FnMut(&Step) -> (Place, Result<Report>),
+    virtual_time: impl FnOnce() -> Result<Part>,
+) -> Vec<Part> {
+    let mut parts = Vec::new();
+    for step in request.steps(known) {
+        let (place, report) = run(&step);
+        parts.push(match report {
+            Ok(report) => Part { place, report },
+            Err(error) => failed(place, step.subject.name(), &step.entries, &error),
+        });
+    }
+    if request.has_virtual_time() {
+        let entries = [virtual_time::ENTRY.to_owned()];
+        let part = virtual_time();
+        parts.push(
+            part.unwrap_or_else(|error| {
+                failed(Place::Rig, Engine::Native.name(), &entries, &error)
+            }),
+        );
+    }
+    parts
+}
 
-/// What is known of a peer whose measuring failed.
-fn skipped(in_rig: bool, error: &Error) -> Part {
+/// A part of which nothing is known but why.
+fn failed(place: Place, engine: &str, entries: &[String], error: &Error) -> Part {
+    let reason = error.to_string();
+    let left_out = entries.iter().map(|name| LeftOut {
+        name: name.clone(),
+        engine: engine.to_owned(),
+        reason: reason.clone(),
+    });
     Part {
-        place: if in_rig { Place::Rig } else { Place::Host },
+        place,
         report: Report {
-            skipped: vec![Skipped {
-                name: SMOLVM.to_owned(),
-                reason: error.to_string(),
-            }],
+            failed: left_out.collect(),
             ..Report::default()
         },
     }
 }
 
-/// Prints the names of what can be measured.
-pub(super) fn list(progress: &Progress) -> Result<()> {
-    let mut bench = Command::new(build_bench(progress)?);
-    let names = host::capture(bench.args(["--list", "--engine", "emulated"]))?;
-    let _ = io::stdout().write_all(&names);
-    let _ = writeln!(io::stdout(), "{}", virtual_time::ENTRY);
-    Ok(())
+/// smolvm unpacks the image in a machine of its own of 8 GiB, which comes to no end in 2 GiB.
+const SMOLVM_RIG_MIB: u32 = 4096;
+
+/// What can be measured, by the program that does.
+pub(super) fn known(progress: &Progress) -> Result<Known> {
+    let bench = build_bench(progress)?;
+    Known::ask(|subject| {
+        let mut list = Command::new(&bench);
+        let names = host::capture(list.args(["--list", "--engine", subject.name()]))?;
+        Ok(String::from_utf8_lossy(&names).into_owned())
+    })
 }
 
 /// What is measured, built.
@@ -186,11 +164,11 @@ impl Measured {
         })
     }
 
-    fn words(&self, engine: Engine, request: &Request, runs: usize) -> Vec<String> {
+    fn words(&self, step: &Step, runs: usize) -> Vec<String> {
         let path = |path: &Path| path.display().to_string();
         let mut words = vec![
             path(&self.bench),
-            format!("--engine={}", engine.name()),
+            format!("--engine={}", step.subject.name()),
             format!("--runs={runs}"),
             format!("--program={}", path(&self.program)),
             format!("--image={}", path(&self.image)),
@@ -199,12 +177,8 @@ impl Measured {
             format!("--system-map={}", path(&self.system_map)),
             format!("--smolvm={}", path(&peers::smolvm())),
         ];
-        words.extend(
-            request
-                .filters
-                .iter()
-                .map(|filter| format!("--filter={filter}")),
-        );
+        let filters = step.filters.iter();
+        words.extend(filters.map(|filter| format!("--filter={filter}")));
         words
     }
 
@@ -215,8 +189,8 @@ impl Measured {
         Ok(status.success())
     }
 
-    fn here(&self, engine: Engine, request: &Request) -> Result<Part> {
-        let words = self.words(engine, request, request.runs);
+    fn here(&self, step: &Step, runs: usize) -> Result<Report> {
+        let words = self.words(step, runs);
         let mut bench = Command::new(&words[0]);
         bench
             .args(&words[1..])
@@ -224,16 +198,13 @@ impl Measured {
             .stdin(Stdio::null())
             .stderr(Stdio::inherit());
         let out = bench.output().map_err(host::start_error(&bench))?;
-        Ok(Part {
-            place: Place::Host,
-            report: parsed(&out.stdout)?,
-        })
+        parsed(&out.stdout, &out.status.to_string())
     }
 
-    fn in_rig(&self, request: &Request, progress: &Progress) -> Result<Part> {
+    fn in_rig(&self, step: &Step, runs: usize, progress: &Progress) -> Result<Report> {
         let rig = RigArgs {
             cpus: 1,
-            mem: if request.is_foreign() {
+            mem: if step.is_foreign() {
                 SMOLVM_RIG_MIB
             } else {
                 RIG_MIB
@@ -241,7 +212,7 @@ impl Measured {
             timeout: RIG_SECONDS,
             env: vec![format!("BANTAM_GUEST_DIR={}", self.guest.display())],
             share: vec![PathBuf::from(PROGRAMS)],
-            command: self.words(Engine::Native, request, request.runs.min(RIG_RUNS)),
+            command: self.words(step, runs.min(RIG_RUNS)),
         };
         let out = Shared::default();
         let outcome = rig::run(&rig, out.clone(), io::stderr(), progress)?;
@@ -251,10 +222,7 @@ impl Measured {
             )));
         }
         let bytes = out.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(Part {
-            place: Place::Rig,
-            report: parsed(&bytes)?,
-        })
+        parsed(&bytes, &format!("exit status: {}", outcome.code))
     }
 
     fn sizes(&self) -> Result<BTreeMap<String, u64>> {
@@ -274,10 +242,11 @@ impl Measured {
     }
 }
 
-fn parsed(bytes: &[u8]) -> Result<Report> {
+/// The report of a run that ended with `status`. That may be a failure: the report says of what.
+fn parsed(bytes: &[u8], status: &str) -> Result<Report> {
     serde_json::from_slice(bytes).map_err(|error| {
         Error::other(format!(
-            "reading the measurements: {error} in `{}`",
+            "the measuring program ended ({status}) without a report: {error} in `{}`",
             host::last_lines(&String::from_utf8_lossy(bytes), 20)
         ))
     })
@@ -314,49 +283,73 @@ impl Write for Shared {
 
 #[cfg(test)]
 mod tests {
+    use super::super::plan::testing::{known, request};
+    use super::super::results::testing::measured;
     use super::*;
 
-    fn request(engines: &[Engine], filters: &[&str], peers: bool) -> Request {
-        Request {
-            engines: engines.to_vec(),
-            filters: filters.iter().map(|&filter| filter.to_owned()).collect(),
-            runs: 1,
-            peers,
+    fn report(name: &str) -> Report {
+        Report {
+            results: vec![measured(name, "ms", &[1.0])],
+            ..Report::default()
         }
     }
 
-    /// The filters of each part.
-    fn parts(engine: Engine, filters: &[&str], peers: bool) -> Vec<String> {
-        let parts = request(&[], filters, peers).parts(engine).into_iter();
-        parts.map(|part| part.filters.join(" ")).collect()
-    }
-
-    #[test]
-    fn a_foreign_program_is_measured_once_and_by_itself() {
-        let native = |filters: &[&str], peers| parts(Engine::Native, filters, peers);
-        assert_eq!(native(&[], true), ["", SMOLVM]);
-        assert_eq!(native(&[], false), [""]);
-        assert_eq!(native(&["exec"], true), ["exec"]);
-        assert_eq!(native(&["exec", SMOLVM], true), ["exec", SMOLVM]);
-        assert_eq!(native(&[SMOLVM], true), [SMOLVM]);
-        assert_eq!(parts(Engine::Emulated, &[], true), [""]);
-        assert_eq!(parts(Engine::Emulated, &[SMOLVM], true), [SMOLVM]);
-    }
-
-    #[test]
-    fn virtual_time_is_measured_apart_from_the_others() {
-        for engine in [Engine::Native, Engine::Emulated] {
-            let none: [&str; 0] = [];
-            assert_eq!(parts(engine, &[virtual_time::ENTRY], false), none);
-            assert_eq!(
-                parts(engine, &["exec", virtual_time::ENTRY], false),
-                ["exec"]
-            );
+    fn part(name: &str) -> Part {
+        Part {
+            place: Place::Rig,
+            report: report(name),
         }
-        let asked = |engines: &[Engine], filters: &[&str]| {
-            request(engines, filters, false).has_virtual_time()
+    }
+
+    /// The names of what was measured, and of what failed with its engine.
+    fn outcome(parts: &[Part]) -> (Vec<&str>, Vec<(&str, &str)>) {
+        let results = parts.iter().flat_map(|part| &part.report.results);
+        let failed = parts.iter().flat_map(|part| &part.report.failed);
+        (
+            results.map(|result| result.name.as_str()).collect(),
+            failed
+                .map(|failed| (failed.name.as_str(), failed.engine.as_str()))
+                .collect(),
+        )
+    }
+
+    #[test]
+    fn a_rig_that_fails_takes_no_other_results_along() {
+        let run = |step: &Step| match step.subject {
+            Subject::Machines(Engine::Native) => {
+                (Place::Rig, Err(Error::other("the rig was not done")))
+            }
+            subject => (Place::Host, Ok(report(subject.name()))),
         };
-        assert!(asked(&[], &[]) && asked(&[Engine::Native], &["virtual"]));
-        assert!(!asked(&[], &["exec"]) && !asked(&[Engine::Emulated], &["virtual"]));
+        let parts = parts(&request(&[], &[], false), &known(), run, || {
+            Ok(part("virtual"))
+        });
+        let (results, failures) = outcome(&parts);
+        assert_eq!(results, ["any", "emulated", "virtual"]);
+        // What it was to measure, and not what has to be asked for.
+        assert_eq!(failures, [("exits", "native"), ("exec", "native")]);
+        let rig = &parts[2];
+        assert_eq!(rig.place, Place::Rig);
+        assert_eq!(rig.report.failed[0].reason, "the rig was not done");
+    }
+
+    #[test]
+    fn virtual_time_that_fails_takes_no_other_results_along() {
+        let run = |step: &Step| (Place::Host, Ok(report(step.subject.name())));
+        let filters = ["exits", virtual_time::ENTRY];
+        let parts = parts(&request(&[], &filters, false), &known(), run, || {
+            Err(Error::other("nothing was measured"))
+        });
+        let (results, failures) = outcome(&parts);
+        assert_eq!(results, ["native"]);
+        assert_eq!(failures, [(virtual_time::ENTRY, "native")]);
+    }
+
+    #[test]
+    fn a_program_that_ends_without_a_report_is_told_with_its_status() {
+        let whole = r#"{"host":null,"results":[],"profiles":[],"skipped":[],"failed":[]}"#;
+        assert!(parsed(whole.as_bytes(), "exit status: 1").is_ok());
+        let error = parsed(b"{", "signal: 9").err().unwrap().to_string();
+        assert!(error.contains("signal: 9"), "{error}");
     }
 }

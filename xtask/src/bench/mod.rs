@@ -6,23 +6,25 @@ mod compare;
 mod measure;
 mod parts;
 mod peers;
+mod plan;
 mod results;
 mod table;
 mod virtual_time;
 
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 
 use crate::error::{Error, Result};
 use crate::host;
 use crate::libtest;
-use crate::progress::Progress;
+use crate::progress::{Progress, say};
 
 pub(crate) use self::measure::build_bench;
 
-use self::measure::Request;
+use self::plan::{Known, Request};
 use self::results::Results;
 
 /// What to measure.
@@ -65,7 +67,7 @@ pub(crate) struct BenchArgs {
 }
 
 /// The engines of a machine.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum Engine {
     /// Our own monitor on KVM
     Native,
@@ -82,11 +84,22 @@ impl Engine {
     }
 }
 
-/// `cargo xtask bench`.
-pub(crate) fn run(args: &BenchArgs) -> Result<()> {
+/// The exit status when a filter names nothing.
+const USAGE: u8 = 2;
+
+/// `cargo xtask bench`. The exit status is 1 if a measurement failed; the others are printed and written.
+pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
     let progress = Progress::new();
+    let mut request = Request {
+        engines: args.engine.clone(),
+        filters: args.filter.clone(),
+        runs: args.runs,
+        peers: args.peers,
+    };
     if args.list {
-        return measure::list(&progress);
+        let known = measure::known(&progress)?;
+        let _ = writeln!(io::stdout(), "{}", request.names(&known).join("\n"));
+        return Ok(ExitCode::SUCCESS);
     }
     // Before minutes of measuring.
     let old = args.compare.as_deref().map(Results::read).transpose()?;
@@ -94,18 +107,24 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let results = match &args.read {
         Some(path) => Results::read(path)?,
         None => {
-            let mut request = Request {
-                engines: args.engine.clone(),
-                filters: args.filter.clone(),
-                runs: args.runs,
-                peers: args.peers,
-            };
+            let known = measure::known(&progress)?;
+            if let Some(error) = unknown_filters(&request, &known) {
+                say(&error);
+                return Ok(ExitCode::from(USAGE));
+            }
             if args.update_budgets && request.filters.is_empty() {
                 request.filters = entries(&budgets);
             }
-            measure::all(&request, &progress)?
+            measure::all(&request, &known, &progress)?
         }
     };
+    let mut text = table::table(&results);
+    text.push_str(&budgets::table(&budgets, &results));
+    if let Some(old) = &old {
+        text.push_str(&compare::compare(old, &results));
+    }
+    // First of all: what cannot be written is at least seen.
+    let _ = io::stdout().write_all(text.as_bytes());
     if let Some(path) = &args.json {
         let text = serde_json::to_string_pretty(&results)
             .map_err(|error| Error::other(format!("writing JSON: {error}")))?;
@@ -114,19 +133,35 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     if let Some(path) = &args.markdown {
         host::write_atomic(path, table::markdown(&results).as_bytes())?;
     }
-    let mut text = table::table(&results);
-    text.push_str(&budgets::table(&budgets, &results));
-    if let Some(old) = &old {
-        text.push_str(&compare::compare(old, &results));
-    }
     if args.update_budgets {
         for changed in budgets::update(budgets, &results)? {
-            text.push_str(&changed);
-            text.push('\n');
+            let _ = writeln!(io::stdout(), "{changed}");
         }
     }
-    let _ = io::stdout().write_all(text.as_bytes());
-    Ok(())
+    Ok(status(&results))
+}
+
+/// What to say of filters that name nothing for the engines that are asked for.
+fn unknown_filters(request: &Request, known: &Known) -> Option<String> {
+    let unknown = request.unknown(known);
+    (!unknown.is_empty()).then(|| {
+        format!(
+            "error: `--filter {}` names nothing that is measured{}; there are: {}",
+            unknown.join("`, `--filter "),
+            match request.engines.as_slice() {
+                [] => "",
+                _ => " for this engine",
+            },
+            request.names(known).join(", ")
+        )
+    })
+}
+
+fn status(results: &Results) -> ExitCode {
+    match results.failed().next() {
+        None => ExitCode::SUCCESS,
+        Some(_) => ExitCode::FAILURE,
+    }
 }
 
 /// The suite `budgets` of `cargo xtask test`: one test for each budget.
@@ -151,7 +186,7 @@ pub(crate) fn hold_budgets(
         runs: measure::COUNTED,
         peers: false,
     };
-    let results = measure::all(&request, progress)?;
+    let results = measure::all(&request, &measure::known(progress)?, progress)?;
     let outcome = budgets::check(&budgets, &results);
     tests.passed = outcome.kept;
     tests.failed = outcome.broken.len();
@@ -165,4 +200,41 @@ fn entries(budgets: &[budgets::Budget]) -> Vec<String> {
     entries.sort();
     entries.dedup();
     entries
+}
+
+#[cfg(test)]
+mod tests {
+    use super::plan::testing::{known, request};
+    use super::results::testing::{left_out, measured, results};
+    use super::*;
+
+    #[test]
+    fn a_failure_is_told_by_the_exit_status_and_a_skip_is_not() {
+        let is = |results: &Results, code: ExitCode| {
+            assert_eq!(format!("{:?}", status(results)), format!("{code:?}"));
+        };
+        let mut results = results(vec![measured("m", "ms", &[1.0])], Vec::new());
+        results.parts[0]
+            .report
+            .skipped
+            .push(left_out("a", "no strace"));
+        is(&results, ExitCode::SUCCESS);
+        results.parts[0]
+            .report
+            .failed
+            .push(left_out("b", "it ended"));
+        is(&results, ExitCode::FAILURE);
+    }
+
+    #[test]
+    fn filters_that_name_nothing_are_told_with_what_there_is() {
+        let error = |filters: &[&str]| {
+            let request = request(&[Engine::Native], filters, false);
+            unknown_filters(&request, &known())
+        };
+        assert!(error(&[]).is_none() && error(&["exits", "host"]).is_none());
+        let error = error(&["exits", "boot", "x-y"]).unwrap();
+        assert!(error.contains("`--filter boot`, `--filter x-y`"), "{error}");
+        assert!(error.contains("host-side, pull, exits, exec"), "{error}");
+    }
 }

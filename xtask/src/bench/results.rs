@@ -53,7 +53,10 @@ pub(super) struct Report {
     pub(super) host: Option<Facts>,
     pub(super) results: Vec<Measurement>,
     pub(super) profiles: Vec<Profile>,
-    pub(super) skipped: Vec<Skipped>,
+    pub(super) skipped: Vec<LeftOut>,
+    /// Earlier programs had these among the skipped.
+    #[serde(default)]
+    pub(super) failed: Vec<LeftOut>,
 }
 
 /// The machine that measured.
@@ -99,10 +102,25 @@ pub(super) struct Count {
     pub(super) count: u64,
 }
 
-#[derive(Serialize, Deserialize)]
-pub(super) struct Skipped {
+/// What was not measured, and why.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct LeftOut {
+    /// What `--filter` calls it, or what of it is missing.
     pub(super) name: String,
+    /// Empty if an earlier program wrote it.
+    #[serde(default)]
+    pub(super) engine: String,
     pub(super) reason: String,
+}
+
+impl LeftOut {
+    /// What it is, for people.
+    pub(super) fn title(&self) -> String {
+        match self.engine.as_str() {
+            "" => self.name.clone(),
+            engine => format!("{} ({engine})", self.name),
+        }
+    }
 }
 
 impl Results {
@@ -135,8 +153,14 @@ impl Results {
         self.parts.iter().flat_map(|part| &part.report.profiles)
     }
 
-    pub(super) fn skipped(&self) -> impl Iterator<Item = &Skipped> {
+    /// What this host cannot measure.
+    pub(super) fn skipped(&self) -> impl Iterator<Item = &LeftOut> {
         self.parts.iter().flat_map(|part| &part.report.skipped)
+    }
+
+    /// What was tried and went wrong.
+    pub(super) fn failed(&self) -> impl Iterator<Item = &LeftOut> {
+        self.parts.iter().flat_map(|part| &part.report.failed)
     }
 
     /// Ours of this name on this engine.
@@ -243,6 +267,15 @@ pub(super) mod testing {
                 })
                 .collect(),
             ..Profile::default()
+        }
+    }
+
+    /// What was not measured of the emulated engine.
+    pub(in crate::bench) fn left_out(name: &str, reason: &str) -> LeftOut {
+        LeftOut {
+            name: name.to_owned(),
+            engine: "emulated".to_owned(),
+            reason: reason.to_owned(),
         }
     }
 

@@ -139,10 +139,26 @@ pub(super) fn table(results: &Results) -> String {
     for skipped in results.skipped() {
         line(format!(
             "not measured: {}: {}",
-            skipped.name, skipped.reason
+            skipped.title(),
+            skipped.reason
         ));
     }
+    for (names, reason) in failures(results) {
+        line(format!("FAILED: {names}: {reason}"));
+    }
     text
+}
+
+/// Failures in words, those with the same reason together.
+fn failures(results: &Results) -> Vec<(String, &str)> {
+    let mut all: Vec<(String, &str)> = Vec::new();
+    for failed in results.failed() {
+        match all.iter_mut().find(|(_, reason)| *reason == failed.reason) {
+            Some((names, _)) => names.push_str(&format!(", {}", failed.title())),
+            None => all.push((failed.title(), &failed.reason)),
+        }
+    }
+    all
 }
 
 /// When, what and on which machines.
@@ -257,15 +273,19 @@ pub(super) fn markdown(results: &Results) -> String {
     for skipped in results.skipped() {
         line(format!(
             "\nNot measured: {}: {}.",
-            skipped.name, skipped.reason
+            skipped.title(),
+            skipped.reason
         ));
+    }
+    for (names, reason) in failures(results) {
+        line(format!("\nFailed: {names}: {reason}."));
     }
     text
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::results::testing::{measured, profile, results};
+    use super::super::results::testing::{left_out, measured, profile, results};
     use super::*;
 
     fn side_by_side() -> Results {
@@ -292,6 +312,22 @@ mod tests {
         assert!(text.contains("0.25 x QEMU microvm"), "{text}");
         assert!(text.contains("theirs alone (other), ms"), "{text}");
         assert!(text.contains("emulated (rig)"), "{text}");
+    }
+
+    #[test]
+    fn failures_are_told_apart_from_what_cannot_be_measured() {
+        let mut all = side_by_side();
+        let report = &mut all.parts[0].report;
+        report.skipped.push(left_out("pull", "no skopeo"));
+        for name in ["exits", "exec"] {
+            report.failed.push(left_out(name, "the rig was not done"));
+        }
+        let text = table(&all);
+        let skipped = "not measured: pull (emulated): no skopeo\n";
+        let failed = "FAILED: exits (emulated), exec (emulated): the rig was not done\n";
+        assert!(text.ends_with(&format!("{skipped}{failed}")), "{text}");
+        let text = markdown(&all);
+        assert!(text.contains("Failed: exits (emulated), exec"), "{text}");
     }
 
     #[test]
