@@ -175,19 +175,19 @@ pub(crate) fn hold_budgets(
     if budgets.is_empty() {
         return Ok((tests, String::new()));
     }
-    let has = |engine: &Engine| budgets.iter().any(|budget| budget.engine == engine.name());
-    let request = Request {
-        engines: Engine::value_variants()
-            .iter()
-            .copied()
-            .filter(has)
-            .collect(),
-        filters: entries(&budgets),
-        runs: measure::COUNTED,
-        peers: false,
+    let known = measure::known(progress)?;
+    let measured = |budgets: &[budgets::Budget]| -> Result<Results> {
+        let has = |engine: &Engine| budgets.iter().any(|budget| budget.engine == engine.name());
+        let engines = Engine::value_variants().iter().copied();
+        let request = Request {
+            engines: engines.filter(has).collect(),
+            filters: entries(budgets),
+            runs: measure::COUNTED,
+            peers: false,
+        };
+        measure::all(&request, &known, progress)
     };
-    let results = measure::all(&request, &measure::known(progress)?, progress)?;
-    let outcome = budgets::check(&budgets, &results);
+    let outcome = budgets::hold(budgets, measured)?;
     tests.passed = outcome.kept;
     tests.failed = outcome.broken.len();
     tests.skipped = outcome.skipped.into_iter().collect();
