@@ -7,8 +7,12 @@ use std::os::unix::ffi::OsStrExt;
 use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
 
-/// Levels whose directories are kept open. A tree may be deeper than a process may have files.
-const KEPT: usize = 48;
+/// First levels whose directories are kept open. A tree may be deeper than a process may have files.
+const KEPT: usize = 32;
+
+/// Below those every such level is kept: the way back up from any depth opens each level once more, not all above
+/// each. Of the at most 2048 levels of a name some 130 are open at a time.
+const STRIDE: usize = 64;
 
 /// A directory and the way down from it to the current one, each step opened by itself and
 /// without following symbolic links.
@@ -19,8 +23,14 @@ pub(crate) struct Dirs {
 
 struct Level {
     name: Vec<u8>,
-    /// Kept for the first levels and for the current one.
+    /// Kept for the first levels, each [`STRIDE`]th, the current one, and those of its stretch that were on the way
+    /// when the current one was opened again.
     fd: Option<OwnedFd>,
+}
+
+/// Whether a level, counted from one, stays open while work goes on below it.
+fn is_kept(depth: usize) -> bool {
+    depth <= KEPT || depth.is_multiple_of(STRIDE)
 }
 
 impl Dirs {
@@ -65,10 +75,18 @@ impl Dirs {
     /// As the kernel says; `ENOTDIR` for a symbolic link.
     pub(crate) fn enter(&mut self, name: &[u8]) -> Result<(), Errno> {
         let fd = open_dir(self.current()?, name)?;
-        if self.levels.len() > KEPT
-            && let Some(parent) = self.levels.last_mut()
-        {
-            parent.fd = None;
+        let depth = self.levels.len();
+        // At the end of a stretch nothing of it is needed but its ends.
+        let unneeded = if depth.is_multiple_of(STRIDE) {
+            STRIDE
+        } else {
+            1
+        };
+        let from = depth.saturating_sub(unneeded);
+        for (level, depth) in self.levels.iter_mut().zip(1..).skip(from) {
+            if !is_kept(depth) {
+                level.fd = None;
+            }
         }
         self.levels.push(Level {
             name: name.to_vec(),
@@ -77,27 +95,17 @@ impl Dirs {
         Ok(())
     }
 
-    /// Opens the current directory again, if it was not kept.
+    /// Opens the current directory again, if it was not kept, from the nearest above that is open.
     fn reopen(&mut self) -> Result<(), Errno> {
-        let kept = self
-            .levels
-            .iter()
-            .take_while(|level| level.fd.is_some())
-            .count();
-        if kept == self.levels.len() || self.levels.last().is_none_or(|last| last.fd.is_some()) {
-            return Ok(());
-        }
-        let from = match kept.checked_sub(1).and_then(|last| self.levels.get(last)) {
-            Some(Level { fd: Some(fd), .. }) => fd.as_fd(),
-            _ => self.root.as_fd(),
-        };
-        let mut fd = None;
-        for level in self.levels.iter().skip(kept) {
-            let parent = fd.as_ref().map_or(from, AsFd::as_fd);
-            fd = Some(open_dir(parent, &level.name)?);
-        }
-        if let Some(last) = self.levels.last_mut() {
-            last.fd = fd;
+        let open = self.levels.iter().rposition(|level| level.fd.is_some());
+        for at in open.map_or(0, |open| open + 1)..self.levels.len() {
+            let (above, below) = self.levels.split_at_mut(at);
+            let Some(level) = below.first_mut() else {
+                break;
+            };
+            let parent = above.last().and_then(|level| level.fd.as_ref());
+            let parent = parent.unwrap_or(&self.root);
+            level.fd = Some(open_dir(parent.as_fd(), &level.name)?);
         }
         Ok(())
     }
@@ -111,29 +119,89 @@ pub(crate) fn open_dir(parent: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd, E
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
+    use rustix::fs::{AtFlags, fstat, mkdirat, unlinkat};
 
     use super::*;
 
-    #[test]
-    fn a_tree_deeper_than_what_is_kept_open_is_walked_down_and_up() {
-        let dir = tempfile::tempdir().unwrap();
-        let depth = KEPT * 3;
-        let path: PathBuf = (0..depth).map(|n| n.to_string()).collect();
-        std::fs::create_dir_all(dir.path().join(&path)).unwrap();
-        let mut dirs = Dirs::new(std::fs::File::open(dir.path()).unwrap().into());
-        for n in 0..depth {
-            dirs.enter(n.to_string().as_bytes()).unwrap();
-        }
+    /// As deep as a name of 4096 bytes can be.
+    const DEEPEST: usize = 2048;
+
+    fn open(dirs: &Dirs) -> usize {
         let open = dirs.levels.iter().filter(|level| level.fd.is_some());
-        assert!(open.count() <= KEPT + 2);
-        for n in (0..depth).rev() {
-            dirs.leave();
-            let name = n.to_string();
-            let current = dirs.current().unwrap();
-            open_dir(current, name.as_bytes()).unwrap();
+        open.count()
+    }
+
+    /// Opens the current directory and gives its inode number and how many had to be opened for it.
+    fn reopened(dirs: &mut Dirs) -> (u64, usize) {
+        let before = open(dirs);
+        let inode = fstat(dirs.current().unwrap()).unwrap().st_ino;
+        let now = open(dirs);
+        assert!(now <= KEPT + DEEPEST / STRIDE + STRIDE, "{now} are open");
+        (inode, now - before)
+    }
+
+    /// A directory in a directory and so on, the deepest current, and the inode number of each.
+    fn deep(dir: &std::path::Path) -> (Dirs, Vec<u64>) {
+        let mut dirs = Dirs::new(std::fs::File::open(dir).unwrap().into());
+        let mut inodes = vec![reopened(&mut dirs).0];
+        for _ in 0..DEEPEST {
+            mkdirat(dirs.current().unwrap(), "d", Mode::RWXU).unwrap();
+            dirs.enter(b"d").unwrap();
+            let (inode, opened) = reopened(&mut dirs);
+            assert_eq!(opened, 0);
+            inodes.push(inode);
         }
-        assert_eq!(dirs.depth(), 0);
+        (dirs, inodes)
+    }
+
+    /// Goes up from wherever it is, and removes everything below: a path is too long for that.
+    fn remove(dirs: &mut Dirs) {
+        while dirs.enter(b"d").is_ok() {}
+        while dirs.depth() > 0 {
+            dirs.leave();
+            let parent = dirs.current().unwrap();
+            unlinkat(parent, "d", AtFlags::REMOVEDIR).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_way_up_opens_no_more_than_the_way_down() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut dirs, inodes) = deep(dir.path());
+        let mut opened = 0;
+        for inode in inodes.iter().rev().skip(1) {
+            dirs.leave();
+            let (found, count) = reopened(&mut dirs);
+            assert_eq!(found, *inode);
+            opened += count;
+        }
+        assert!(opened <= DEEPEST, "{opened}");
+        remove(&mut dirs);
+    }
+
+    #[test]
+    fn to_and_fro_opens_few_at_a_time_and_the_right_ones() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut dirs, inodes) = deep(dir.path());
+        // The same numbers each time (xorshift64).
+        let mut state = 1_u64;
+        for _ in 0..2000 {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            let steps = usize::try_from(state % 100).unwrap();
+            for _ in 0..steps {
+                if state & 0x1_0000 == 0 && dirs.depth() > 0 {
+                    dirs.leave();
+                } else if dirs.depth() < DEEPEST {
+                    dirs.enter(b"d").unwrap();
+                }
+            }
+            let (inode, opened) = reopened(&mut dirs);
+            assert_eq!(inode, inodes[dirs.depth()]);
+            assert!(opened <= STRIDE, "{opened}");
+        }
+        remove(&mut dirs);
     }
 
     #[test]

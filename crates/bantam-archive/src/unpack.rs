@@ -202,8 +202,9 @@ impl Unpacker<'_> {
             self.finish_current(path)?;
         }
         for (at, name) in path.iter().enumerate().skip(common) {
+            // The message only if there is one: at each of many levels it would cost more than the level.
             self.enter_or_make(name)
-                .map_err(self.failed(path.get(..=at).unwrap_or(path)))?;
+                .map_err(|error| self.failed(path.get(..=at).unwrap_or(path))(error))?;
         }
         Ok(())
     }
@@ -261,7 +262,7 @@ impl Unpacker<'_> {
         {
             self.unfinished.pop();
             let result = self.dirs.current().and_then(|dir| attributes.set(dir));
-            result.map_err(self.failed(shown))?;
+            result.map_err(|error| self.failed(shown)(error))?;
         }
         self.dirs.leave();
         Ok(())
