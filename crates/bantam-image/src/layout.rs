@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use serde::Deserialize;
 
@@ -32,6 +33,8 @@ pub(crate) struct Wanted<'a> {
 pub(crate) struct Layout<F> {
     files: F,
     what: String,
+    /// The entries of `index.json`, once it was read.
+    index: OnceLock<Vec<Descriptor>>,
 }
 
 /// Files by their path in a layout.
@@ -40,33 +43,44 @@ pub(crate) trait Files: Sync {
 }
 
 impl<F: Files> Layout<F> {
+    fn new(files: F, what: String) -> Self {
+        Self {
+            files,
+            what,
+            index: OnceLock::new(),
+        }
+    }
+
     /// The names its images have, each once.
     pub(crate) fn names(&self) -> Result<Vec<String>> {
-        let index = read_document(&self.files, "index.json")?;
-        let what = format!("{}: index.json", self.what);
-        let Document::Index(entries) = Document::parse(&what, &index, OCI_INDEX)? else {
-            return Ok(Vec::new());
-        };
-        let names = entries.iter().filter_map(Descriptor::name);
+        let names = self.entries()?.iter().filter_map(Descriptor::name);
         Ok(unique(names.map(str::to_owned).collect()))
     }
 
     /// Chooses an image of the layout.
     pub(crate) fn choose(&self, wanted: &Wanted<'_>) -> Result<Chosen> {
+        let entries = self.entries()?;
+        if entries.is_empty() {
+            return Err(Error::malformed(&self.what, "holds no image"));
+        }
+        choose_named(
+            self,
+            &self.what,
+            entries,
+            wanted.name,
+            wanted.platform,
+            wanted.limits,
+        )
+    }
+
+    fn entries(&self) -> Result<&[Descriptor]> {
+        if let Some(entries) = self.index.get() {
+            return Ok(entries);
+        }
         let index = read_document(&self.files, "index.json")?;
         let what = format!("{}: index.json", self.what);
         match Document::parse(&what, &index, OCI_INDEX)? {
-            Document::Index(entries) if entries.is_empty() => {
-                Err(Error::malformed(&self.what, "holds no image"))
-            }
-            Document::Index(entries) => choose_named(
-                self,
-                &self.what,
-                entries,
-                wanted.name,
-                wanted.platform,
-                wanted.limits,
-            ),
+            Document::Index(entries) => Ok(self.index.get_or_init(|| entries)),
             Document::Manifest(_) => {
                 Err(Error::malformed(what, "a manifest where an index belongs"))
             }
@@ -131,10 +145,7 @@ impl Files for DirFiles {
 
 /// Opens a layout directory.
 pub(crate) fn open_dir(path: &Path) -> Layout<DirFiles> {
-    Layout {
-        files: DirFiles(path.to_owned()),
-        what: path.display().to_string(),
-    }
+    Layout::new(DirFiles(path.to_owned()), path.display().to_string())
 }
 
 /// What an archive turned out to be.
@@ -228,9 +239,12 @@ impl Archive {
     pub(crate) fn recognise(self) -> Result<Opened> {
         let what = self.what.clone();
         if self.has("index.json") && self.has("oci-layout") {
-            Ok(Opened::Layout(Layout { files: self, what }))
+            Ok(Opened::Layout(Layout::new(self, what)))
         } else if self.has("manifest.json") {
-            Ok(Opened::DockerSave(DockerSave(self)))
+            Ok(Opened::DockerSave(DockerSave {
+                archive: self,
+                images: OnceLock::new(),
+            }))
         } else {
             Err(Error::malformed(
                 what,
@@ -296,7 +310,11 @@ impl Read for Section<'_> {
 }
 
 /// What `docker save` writes.
-pub(crate) struct DockerSave(Archive);
+pub(crate) struct DockerSave {
+    archive: Archive,
+    /// What `manifest.json` lists, once it was read.
+    images: OnceLock<Vec<SavedImage>>,
+}
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
@@ -311,28 +329,27 @@ struct SavedImage {
 impl DockerSave {
     /// The names its images have, each once.
     pub(crate) fn names(&self) -> Result<Vec<String>> {
-        let images = self.images()?;
-        Ok(unique(
-            images
-                .into_iter()
-                .flat_map(|image| image.repo_tags)
-                .collect(),
-        ))
+        let tags = self.images()?.iter().flat_map(|image| &image.repo_tags);
+        Ok(unique(tags.cloned().collect()))
     }
 
-    fn images(&self) -> Result<Vec<SavedImage>> {
-        let bytes = read_document(&self.0, "manifest.json")?;
-        serde_json::from_slice(&bytes).map_err(|e| {
+    fn images(&self) -> Result<&[SavedImage]> {
+        if let Some(images) = self.images.get() {
+            return Ok(images);
+        }
+        let bytes = read_document(&self.archive, "manifest.json")?;
+        let images = serde_json::from_slice(&bytes).map_err(|e| {
             Error::malformed(
-                &self.0.what,
+                &self.archive.what,
                 format!("manifest.json is not what docker save writes: {e}"),
             )
-        })
+        })?;
+        Ok(self.images.get_or_init(|| images))
     }
 
     /// Chooses an image. Its digest is that of its configuration: Docker's image ID.
     pub(crate) fn choose(&self, wanted: &Wanted<'_>) -> Result<(Chosen, Vec<String>)> {
-        let what = &self.0.what;
+        let what = &self.archive.what;
         let image = self.pick(self.images()?, wanted.name)?;
         if image.layers.len() > wanted.limits.layers {
             return Err(Error::Limit {
@@ -341,7 +358,7 @@ impl DockerSave {
                 unit: "layers",
             });
         }
-        let bytes = read_document(&self.0, &image.config)?;
+        let bytes = read_document(&self.archive, &image.config)?;
         let config_what = format!("{what}: {}", image.config);
         let config = parse_config(&config_what, &bytes)?;
         if let Some(offered) = config.platform()
@@ -374,28 +391,27 @@ impl DockerSave {
                     bytes,
                 },
             },
-            image.layers,
+            image.layers.clone(),
         ))
     }
 
-    fn pick(&self, images: Vec<SavedImage>, name: Option<&str>) -> Result<SavedImage> {
-        let what = &self.0.what;
-        let mut names: Vec<String> = images
-            .iter()
-            .flat_map(|image| image.repo_tags.iter().cloned())
-            .collect();
-        let several = images.len() > 1;
-        let mut fitting = images.into_iter().filter(|image| match name {
+    fn pick<'a>(&self, images: &'a [SavedImage], name: Option<&str>) -> Result<&'a SavedImage> {
+        let what = &self.archive.what;
+        let names = || -> Vec<String> {
+            let tags = images.iter().flat_map(|image| &image.repo_tags);
+            tags.cloned().collect()
+        };
+        let wanted = name.and_then(|name| Reference::parse(name).ok());
+        let mut fitting = images.iter().filter(|image| match name {
             None => true,
-            Some(name) => {
-                let wanted = Reference::parse(name).ok();
-                image.repo_tags.iter().any(|tag| {
-                    tag == name || Reference::parse(tag).ok() == wanted && wanted.is_some()
-                })
-            }
+            Some(name) => image
+                .repo_tags
+                .iter()
+                .any(|tag| tag == name || wanted.is_some() && Reference::parse(tag).ok() == wanted),
         });
         match (fitting.next(), name) {
-            (Some(_), None) if several => {
+            (Some(_), None) if images.len() > 1 => {
+                let mut names = names();
                 names.sort();
                 Err(Error::Ambiguous {
                     source_name: what.clone(),
@@ -407,7 +423,7 @@ impl DockerSave {
                 what,
                 format!(
                     "holds no image named {name}; it holds: {}",
-                    names.join(", ")
+                    names().join(", ")
                 ),
             )),
             (None, None) => Err(Error::malformed(what, "holds no image")),
@@ -418,7 +434,7 @@ impl DockerSave {
     pub(crate) fn open(&self, path: &str) -> Result<Box<dyn Read + Send + '_>> {
         let path = normal(&[], path.as_bytes());
         let path = String::from_utf8_lossy(&path);
-        self.0.open(&path)
+        self.archive.open(&path)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Manifests and indexes, and the choice of one image for a platform
 //! (OCI image-spec manifest.md and image-index.md; Docker's equal but for the names of types).
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
@@ -233,7 +234,7 @@ pub(crate) struct Layer {
 pub(crate) fn choose_named(
     source: &dyn Documents,
     what: &str,
-    entries: Vec<Descriptor>,
+    entries: &[Descriptor],
     name: Option<&str>,
     platform: &Platform,
     limits: &Limits,
@@ -250,18 +251,19 @@ pub(crate) fn choose_named(
     };
     let entries = match name {
         Some(name) => {
-            let all = names(&entries);
             let named: Vec<_> = entries
-                .into_iter()
+                .iter()
                 .filter(|entry| entry.is_named(name))
+                .cloned()
                 .collect();
             if named.is_empty() {
+                let all = names(entries).join(", ");
                 return Err(Error::malformed(
                     what,
-                    format!("holds no image named {name}; it holds: {}", all.join(", ")),
+                    format!("holds no image named {name}; it holds: {all}"),
                 ));
             }
-            named
+            Cow::Owned(named)
         }
         None => {
             // Several names for several platforms of one image are no ambiguity; several images are.
@@ -286,7 +288,7 @@ pub(crate) fn choose_named(
                     names: names(&fitting),
                 });
             }
-            entries
+            Cow::Borrowed(entries)
         }
     };
     choose(source, what, &entries, platform, limits)
