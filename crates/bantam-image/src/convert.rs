@@ -10,7 +10,7 @@ use crate::erofs::{self, DataArea, Summary};
 use crate::error::{Error, Result};
 use crate::layer::{Applier, Bounded, TarReader, decoder, read_failed};
 use crate::limits::Limits;
-use crate::manifest::{Chosen, Layer};
+use crate::manifest::{Chosen, Layer, check_size};
 use crate::progress::{self, Progress, Stage};
 
 /// Decompressed bytes handed over at a time, and how many such pieces may wait.
@@ -79,12 +79,8 @@ impl LayerJob<'_> {
             let read = reading.join().unwrap_or_else(|_| {
                 Err(Error::malformed(&what, "the thread that read it panicked"))
             });
-            // An archive that makes no sense because the blob is damaged is best reported as the latter.
-            match (applied, read) {
-                (Ok(_), read) => read,
-                (Err(_), Err(mismatch @ Error::DigestMismatch { .. })) => Err(mismatch),
-                (Err(error), _) => Err(error),
-            }
+            // Where both failed, the archive ended or made no sense because of what the reader found.
+            read.and(applied.map(drop))
         })?;
         self.progress.layer_finished(Stage::Apply, &shown);
         Ok(())
@@ -100,7 +96,10 @@ impl LayerJob<'_> {
         let blob = self.layer.blob.as_ref();
         let want = blob.map(|b| b.digest()).transpose()?;
         let algorithm = want.as_ref().map_or(Algorithm::Sha256, Digest::algorithm);
-        let opened = self.blobs.open(self.index, self.layer)?;
+        // One byte more than announced shows that it is too long, however much follows. A blob that nothing was
+        // announced of is part of an archive, whose size bounds it.
+        let most = blob.map_or(u64::MAX, |blob| blob.size.saturating_add(1));
+        let opened = self.blobs.open(self.index, self.layer)?.take(most);
         let mut stored = HashingReader::new(
             Reported {
                 inner: opened,
@@ -110,28 +109,16 @@ impl LayerJob<'_> {
             algorithm,
         );
         let decoded = self.decode(&mut stored, left, sender);
-        let diff_id = match decoded {
-            // A damaged blob rarely decompresses; say that it is damaged, not how.
-            Err(error) => {
-                stored.drain().map_err(read_failed(what))?;
-                if let Some(want) = &want {
-                    want.expect(what, &stored.finish().0)?;
-                }
-                return Err(read_failed(what)(error));
-            }
-            Ok(diff_id) => diff_id,
-        };
-        stored.drain().map_err(read_failed(what))?;
-        let (digest, size) = stored.finish();
+        // A damaged blob rarely decompresses; say that it is damaged, not how.
         if let (Some(want), Some(blob)) = (&want, blob) {
-            want.expect(what, &digest)?;
-            if size != blob.size {
-                return Err(Error::malformed(
-                    what,
-                    format!("has {size} bytes, its descriptor says {}", blob.size),
-                ));
+            stored.drain().map_err(read_failed(what))?;
+            let (digest, size) = stored.finish();
+            if size <= blob.size {
+                want.expect(what, &digest)?;
             }
+            check_size(what, size, blob.size)?;
         }
+        let diff_id = decoded.map_err(read_failed(what))?;
         match diff_id {
             Some(diff_id) => self
                 .layer

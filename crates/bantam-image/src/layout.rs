@@ -1,12 +1,13 @@
 //! Local images: OCI layout directories, and archives of a layout or from `docker save`.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File, Metadata};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use rustix::fs::{Mode, OFlags};
 use serde::Deserialize;
 
 use crate::config::or_default;
@@ -136,11 +137,30 @@ pub(crate) struct DirFiles(PathBuf);
 
 impl Files for DirFiles {
     fn open(&self, path: &str) -> Result<Box<dyn Read + Send + '_>> {
-        let path = self.0.join(path);
-        Ok(Box::new(
-            File::open(&path).map_err(Error::path("open", &path))?,
-        ))
+        Ok(Box::new(open_regular(&self.0.join(path))?))
     }
+}
+
+/// Opens a file of a layout that strangers may have made. Links are followed, as build tools make layouts of them, but
+/// only to regular files: a FIFO never has to get a writer, a device never has to end, and opening one may do things.
+fn open_regular(path: &Path) -> Result<File> {
+    let check = |meta: Metadata| {
+        if meta.is_file() {
+            return Ok(());
+        }
+        Err(Error::malformed(
+            path.display().to_string(),
+            "not a regular file",
+        ))
+    };
+    check(fs::metadata(path).map_err(Error::path("open", path))?)?;
+    // It may have been replaced meanwhile.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let fd = rustix::fs::open(path, flags, Mode::empty())
+        .map_err(|e| Error::path("open", path)(e.into()))?;
+    let file = File::from(fd);
+    check(file.metadata().map_err(Error::path("look at", path))?)?;
+    Ok(file)
 }
 
 /// Opens a layout directory.
@@ -188,7 +208,8 @@ impl Archive {
                 end: len,
             },
             what,
-        );
+        )
+        .skipping_with(Section::skip);
         while let Some(entry) = reader.next_entry()? {
             if entries.len() >= MAX_ARCHIVE_ENTRIES {
                 return Err(Error::Limit {
@@ -252,25 +273,30 @@ impl Archive {
             ))
         }
     }
-}
 
-impl Files for Archive {
-    fn open(&self, path: &str) -> Result<Box<dyn Read + Send + '_>> {
+    /// Finds a file, through links.
+    fn section(&self, path: &str) -> Result<Section<'_>> {
         let mut name = path.as_bytes();
         for _ in 0..8 {
             match self.entries.get(name) {
                 Some(Place::Link(target)) => name = target,
                 Some(Place::File { offset, len }) => {
-                    return Ok(Box::new(Section {
+                    return Ok(Section {
                         file: &self.file,
                         position: *offset,
                         end: offset + len,
-                    }));
+                    });
                 }
                 None => break,
             }
         }
         Err(Error::malformed(&self.what, format!("has no file {path}")))
+    }
+}
+
+impl Files for Archive {
+    fn open(&self, path: &str) -> Result<Box<dyn Read + Send + '_>> {
+        Ok(Box::new(self.section(path)?))
     }
 }
 
@@ -297,6 +323,16 @@ struct Section<'a> {
     file: &'a File,
     position: u64,
     end: u64,
+}
+
+impl Section<'_> {
+    fn skip(&mut self, len: u64) -> io::Result<()> {
+        if len > self.end.saturating_sub(self.position) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.position += len;
+        Ok(())
+    }
 }
 
 impl Read for Section<'_> {
@@ -356,6 +392,19 @@ impl DockerSave {
                 what: what.clone(),
                 limit: wanted.limits.layers as u64,
                 unit: "layers",
+            });
+        }
+        let mut stored = 0_u64;
+        for path in &image.layers {
+            let layer = self.layer(path)?;
+            stored = stored.saturating_add(layer.end - layer.position);
+        }
+        // What is larger as it is stored is no smaller decompressed, and a hole in the archive's file costs nothing.
+        if stored > wanted.limits.content_bytes {
+            return Err(Error::Limit {
+                what: what.clone(),
+                limit: wanted.limits.content_bytes,
+                unit: "bytes of layers",
             });
         }
         let bytes = read_document(&self.archive, &image.config)?;
@@ -430,11 +479,10 @@ impl DockerSave {
         }
     }
 
-    /// The layer at a path that [`DockerSave::choose`] gave.
-    pub(crate) fn open(&self, path: &str) -> Result<Box<dyn Read + Send + '_>> {
+    /// The layer at a path that `manifest.json` gives.
+    fn layer(&self, path: &str) -> Result<Section<'_>> {
         let path = normal(&[], path.as_bytes());
-        let path = String::from_utf8_lossy(&path);
-        self.archive.open(&path)
+        self.archive.section(&String::from_utf8_lossy(&path))
     }
 }
 
@@ -450,7 +498,7 @@ impl LayerBlobs for SavedLayers<'_> {
             .paths
             .get(index)
             .ok_or_else(|| Error::malformed("docker save archive", "a layer too few"))?;
-        self.archive.open(path)
+        Ok(Box::new(self.archive.layer(path)?))
     }
 }
 

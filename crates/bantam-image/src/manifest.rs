@@ -2,6 +2,7 @@
 //! (OCI image-spec manifest.md and image-index.md; Docker's equal but for the names of types).
 
 use std::borrow::Cow;
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
@@ -487,17 +488,19 @@ pub(crate) fn diff_ids(what: &str, config: &ConfigFile, layers: usize) -> Result
 }
 
 fn check(what: &str, descriptor: &Descriptor, digest: &Digest, bytes: &[u8]) -> Result<()> {
-    if bytes.len() as u64 != descriptor.size {
-        return Err(Error::malformed(
-            what,
-            format!(
-                "has {} bytes, its descriptor says {}",
-                bytes.len(),
-                descriptor.size
-            ),
-        ));
-    }
+    check_size(what, bytes.len() as u64, descriptor.size)?;
     digest.check(what, bytes)
+}
+
+/// Fails unless a blob of which `has` bytes were read has the size that its descriptor `says`. Of one that is longer
+/// not all need have been read.
+pub(crate) fn check_size(what: &str, has: u64, says: u64) -> Result<()> {
+    let why = match has.cmp(&says) {
+        Ordering::Equal => return Ok(()),
+        Ordering::Less => format!("has {has} bytes, its descriptor says {says}"),
+        Ordering::Greater => format!("has more than the {says} bytes that its descriptor says"),
+    };
+    Err(Error::malformed(what, why))
 }
 
 /// Fails for a document whose announced size is beyond the bound, before it is read.

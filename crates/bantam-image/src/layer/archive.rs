@@ -70,7 +70,11 @@ pub(crate) struct TarReader<R> {
     unread: u64,
     padding: u64,
     done: bool,
+    skip: Skip<R>,
 }
+
+/// Goes past so many bytes of an input, or fails with `UnexpectedEof`.
+type Skip<R> = fn(&mut R, u64) -> io::Result<()>;
 
 impl<R: Read> TarReader<R> {
     /// `what` names the archive in errors.
@@ -82,7 +86,13 @@ impl<R: Read> TarReader<R> {
             unread: 0,
             padding: 0,
             done: false,
+            skip: read_past,
         }
+    }
+
+    /// Goes past what nobody reads with `skip`, and not by reading it.
+    pub(crate) fn skipping_with(self, skip: Skip<R>) -> Self {
+        Self { skip, ..self }
     }
 
     /// The offset of the current entry's stored bytes in the archive.
@@ -453,13 +463,10 @@ impl<R: Read> TarReader<R> {
     }
 
     fn skip_rest(&mut self) -> Result<()> {
-        let mut left = std::mem::take(&mut self.unread);
-        let mut buf = [0; 8 * 1024];
-        while left > 0 {
-            let n = usize::try_from(left).map_or(buf.len(), |n| n.min(buf.len()));
-            self.read_exact(&mut buf[..n])?;
-            left -= n as u64;
-        }
+        let left = std::mem::take(&mut self.unread);
+        (self.skip)(&mut self.input, left).map_err(read_failed(&self.what))?;
+        self.position += left;
+        let mut buf = [0; BLOCK];
         let padding = usize::try_from(std::mem::take(&mut self.padding)).unwrap_or(BLOCK);
         let padding = &mut buf[..padding.min(BLOCK)];
         // umoci's `insert` leaves out the padding of the last entry, with the end mark.
@@ -506,4 +513,14 @@ impl<R: Read> TarReader<R> {
     fn bad(&self, why: &str) -> Error {
         Error::malformed(&self.what, why)
     }
+}
+
+fn read_past(input: &mut impl Read, mut len: u64) -> io::Result<()> {
+    let mut buf = [0; 8 * 1024];
+    while len > 0 {
+        let n = usize::try_from(len).map_or(buf.len(), |n| n.min(buf.len()));
+        input.read_exact(&mut buf[..n])?;
+        len -= n as u64;
+    }
+    Ok(())
 }

@@ -13,7 +13,7 @@ use crate::convert::LayerBlobs;
 use crate::digest::{Algorithm, Digest, HashingReader};
 use crate::error::{Error, Result};
 use crate::layer::{Compression, read_failed};
-use crate::manifest::{Chosen, Layer, OCI_MANIFEST, Received};
+use crate::manifest::{Chosen, Layer, OCI_MANIFEST, Received, check_size};
 
 /// A blob of an image, as a descriptor tells it (OCI image-spec descriptor.md).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -133,10 +133,7 @@ impl BlobDir {
         copy(&mut bounded, &mut file, &what, &path)?;
         let (digest, size) = reader.finish();
         if let Some((want, want_size)) = &want {
-            if size != *want_size {
-                let why = format!("has not the {want_size} bytes that its descriptor says");
-                return Err(Error::malformed(what, why));
-            }
+            check_size(&what, size, *want_size)?;
             want.expect(&what, &digest)?;
         }
         file.sync_all().map_err(store_failed())?;

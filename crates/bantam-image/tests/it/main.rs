@@ -10,6 +10,7 @@
 
 mod buildah;
 mod common;
+mod endless;
 mod formats;
 mod hostile;
 mod layers;

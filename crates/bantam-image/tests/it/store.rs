@@ -7,17 +7,29 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Once;
 
-use bantam_image::{Error, ImageSource, NoProgress, Progress, PullPolicy, ResolveOptions, Store};
+use bantam_image::{
+    Error, ImageSource, Layer, NoProgress, Progress, PullPolicy, ResolveOptions, Stage, Store,
+};
 
 use crate::common::{Layout, Tar, read_erofs, run};
 
 const CHILD: &str = "BANTAM_IMAGE_TEST_CHILD";
+/// A FIFO at which a child waits inside a layer, until it was opened for writing and closed again.
+const GATE: &str = "BANTAM_IMAGE_TEST_GATE";
 const NOBODY: u32 = 65_534;
 
 struct Printing;
 
 impl Progress for Printing {
+    fn layer_advanced(&self, _: Stage, _: &Layer, _: u64) {
+        static GATE_PASSED: Once = Once::new();
+        if let Some(gate) = std::env::var_os(GATE) {
+            GATE_PASSED.call_once(|| drop(fs::read(gate).unwrap()));
+        }
+    }
+
     fn message(&self, text: &str) {
         println!("message {text}");
     }
@@ -92,17 +104,18 @@ fn sample() -> Layout {
     layout
 }
 
-/// Replaces the layout's layer by a pipe and returns the layer's bytes.
-fn layer_as_pipe(layout: &Layout) -> (PathBuf, Vec<u8>) {
-    let blobs = fs::read_dir(layout.path().join("blobs/sha256")).unwrap();
-    let largest = blobs
-        .map(|b| b.unwrap().path())
-        .max_by_key(|p| fs::metadata(p).unwrap().len())
+/// A child that converts a layout and has begun to read its layer. It goes on when the file is closed.
+fn inside_a_layer(store: &Path, layout: &Layout) -> (Child, fs::File) {
+    let dir = tempfile::tempdir().unwrap();
+    let gate = dir.path().join("gate");
+    run("mkfifo", &[gate.to_str().unwrap()]);
+    let child = command(store, &format!("oci:{}", layout.path().display()))
+        .env(GATE, &gate)
+        .spawn()
         .unwrap();
-    let bytes = fs::read(&largest).unwrap();
-    fs::remove_file(&largest).unwrap();
-    run("mkfifo", &[largest.to_str().unwrap()]);
-    (largest, bytes)
+    // Opening waits until the child does. The layer is larger than what is read of it at once.
+    let open = fs::File::options().write(true).open(&gate).unwrap();
+    (child, open)
 }
 
 #[test]
@@ -231,23 +244,15 @@ fn what_is_not_in_the_store_is_not_pulled_against_the_policy() {
 #[test]
 fn a_killed_process_leaves_no_image_and_its_work_is_removed() {
     let layout = sample();
-    let (pipe, bytes) = layer_as_pipe(&layout);
     let dir = tempfile::tempdir().unwrap();
-    let mut child = command(dir.path(), &format!("oci:{}", layout.path().display()))
-        .spawn()
-        .unwrap();
-    // Opening waits until the child reads the layer; a pipe holds less than half of it, so it is well inside.
-    let mut feed = fs::File::options().write(true).open(&pipe).unwrap();
-    feed.write_all(&bytes[..bytes.len() / 2]).unwrap();
+    let (mut child, gate) = inside_a_layer(dir.path(), &layout);
     child.kill().unwrap();
     child.wait().unwrap();
-    drop(feed);
+    drop(gate);
     let leftovers = || fs::read_dir(dir.path().join("tmp")).unwrap().count();
     assert_eq!(leftovers(), 1);
     assert!(!dir.path().join("images/v1").exists());
 
-    fs::remove_file(&pipe).unwrap();
-    fs::write(&pipe, &bytes).unwrap();
     let store = Store::open(dir.path()).unwrap();
     let image = store
         .resolve(&layout.source(), &ResolveOptions::default(), &NoProgress)
@@ -259,17 +264,12 @@ fn a_killed_process_leaves_no_image_and_its_work_is_removed() {
 #[test]
 fn two_processes_convert_an_image_once() {
     let layout = sample();
-    let (pipe, bytes) = layer_as_pipe(&layout);
     let dir = tempfile::tempdir().unwrap();
+    let (mut first, gate) = inside_a_layer(dir.path(), &layout);
     let source = format!("oci:{}", layout.path().display());
-    let mut first = command(dir.path(), &source).spawn().unwrap();
-    let mut feed = fs::File::options().write(true).open(&pipe).unwrap();
-    feed.write_all(&bytes[..1000]).unwrap();
-    // The layer can be read only once, so the second process must wait for the first.
     let mut second = command(dir.path(), &source).spawn().unwrap();
     assert!(line(&mut second, "message").contains("another process"));
-    feed.write_all(&bytes[1000..]).unwrap();
-    drop(feed);
+    drop(gate);
     let (one, two) = (line(&mut first, "resolved"), line(&mut second, "resolved"));
     assert_eq!(one, two);
     assert!(first.wait().unwrap().success() && second.wait().unwrap().success());
@@ -278,13 +278,8 @@ fn two_processes_convert_an_image_once() {
 #[test]
 fn the_work_of_a_living_process_is_left_alone() {
     let layout = sample();
-    let (pipe, bytes) = layer_as_pipe(&layout);
     let dir = tempfile::tempdir().unwrap();
-    let mut child = command(dir.path(), &format!("oci:{}", layout.path().display()))
-        .spawn()
-        .unwrap();
-    let mut feed = fs::File::options().write(true).open(&pipe).unwrap();
-    feed.write_all(&bytes[..1000]).unwrap();
+    let (mut child, gate) = inside_a_layer(dir.path(), &layout);
     // Other work in the same store looks around for dead work.
     let mut other = Layout::new();
     other.image(&[Tar::new().file("other", "x").finish()]);
@@ -292,8 +287,7 @@ fn the_work_of_a_living_process_is_left_alone() {
         .unwrap()
         .resolve(&other.source(), &ResolveOptions::default(), &NoProgress)
         .unwrap();
-    feed.write_all(&bytes[1000..]).unwrap();
-    drop(feed);
+    drop(gate);
     line(&mut child, "resolved");
     assert!(child.wait().unwrap().success());
 }
