@@ -6,6 +6,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rustix::fs::{Mode, OFlags};
 use serde::Deserialize;
@@ -15,7 +16,7 @@ use crate::convert::LayerBlobs;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::layer::{Bounded, Compression, EntryKind, TarReader, decoder, read_failed};
-use crate::limits::{Limits, MAX_ARCHIVE_ENTRIES, MAX_DOCUMENT};
+use crate::limits::{Limits, MAX_ARCHIVE_ENTRIES, MAX_DOCUMENT, MAX_LAYOUT_MANIFESTS};
 use crate::manifest::{
     Chosen, Descriptor, Document, Documents, Layer, OCI_CONFIG, OCI_INDEX, Received,
     check_document_size, choose_named, diff_ids, parse_config,
@@ -36,6 +37,8 @@ pub(crate) struct Layout<F> {
     what: String,
     /// The entries of `index.json`, once it was read.
     index: OnceLock<Vec<Descriptor>>,
+    /// Manifests that were asked for, for all images chosen.
+    manifests: AtomicUsize,
 }
 
 /// Files by their path in a layout.
@@ -49,6 +52,7 @@ impl<F: Files> Layout<F> {
             files,
             what,
             index: OnceLock::new(),
+            manifests: AtomicUsize::new(0),
         }
     }
 
@@ -91,6 +95,13 @@ impl<F: Files> Layout<F> {
 
 impl<F: Files> Documents for Layout<F> {
     fn manifest(&self, descriptor: &Descriptor) -> Result<(Vec<u8>, String)> {
+        if self.manifests.fetch_add(1, Ordering::Relaxed) >= MAX_LAYOUT_MANIFESTS {
+            return Err(Error::Limit {
+                what: self.what.clone(),
+                limit: MAX_LAYOUT_MANIFESTS as u64,
+                unit: "manifests to look at for all of its images",
+            });
+        }
         Ok((self.config(descriptor)?, String::new()))
     }
 

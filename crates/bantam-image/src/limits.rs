@@ -49,5 +49,9 @@ pub(crate) const MAX_DETOUR: usize = MAX_PATH / 2;
 pub(crate) const MAX_INDEX_DEPTH: usize = 4;
 /// Manifests and indexes looked at until the image is found: an index may list the same one again and again.
 pub(crate) const MAX_MANIFESTS: usize = 1000;
+/// The same, for all images of an archive or layout that are loaded together.
+pub(crate) const MAX_LAYOUT_MANIFESTS: usize = 10_000;
+/// Names of an archive or layout that are loaded together: each may be an image of its own with the [`Limits`] of one.
+pub(crate) const MAX_LOADED_NAMES: usize = 1000;
 /// Entries of an image archive (blobs, not files of the image).
 pub(crate) const MAX_ARCHIVE_ENTRIES: usize = 100_000;

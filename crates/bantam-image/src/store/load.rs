@@ -6,6 +6,7 @@ use super::resolve::{Job, STDIN, stdin};
 use super::{Image, ResolveOptions, Store, WorkDir};
 use crate::error::{Error, Result};
 use crate::layout::{self, DockerSave, Files, Layout, Opened, SavedLayers};
+use crate::limits::MAX_LOADED_NAMES;
 use crate::progress::Progress;
 use crate::reference::Reference;
 use crate::source::ImageSource;
@@ -26,6 +27,7 @@ impl Store {
     /// An archive that names no image holds one; [`ResolveOptions::ref_name`] chooses one of several.
     ///
     /// # Errors
+    /// [`Error::Limit`] for an archive of more than 1000 names of which none was chosen.
     /// [`Error::Unsupported`] for what is no archive or layout of images: a reference, a digest, a root directory.
     pub fn load(
         &self,
@@ -110,6 +112,13 @@ impl Loader<'_> {
             return Err(Error::Ambiguous {
                 source_name: "the archive".to_owned(),
                 names,
+            });
+        }
+        if wanted.len() > MAX_LOADED_NAMES {
+            return Err(Error::Limit {
+                what: "the archive".to_owned(),
+                limit: MAX_LOADED_NAMES as u64,
+                unit: "names to load at once; choose an image by its name",
             });
         }
         let mut loaded: Vec<Loaded> = Vec::new();

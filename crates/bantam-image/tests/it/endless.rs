@@ -10,7 +10,7 @@ use std::time::Duration;
 use bantam_image::{Error, ImageSource, Limits, NoProgress, ResolveOptions, Store};
 use serde_json::{Value, json};
 
-use crate::common::image::{OCI_CONFIG, OCI_LAYER, OCI_MANIFEST};
+use crate::common::image::{OCI_CONFIG, OCI_INDEX, OCI_LAYER, OCI_MANIFEST};
 use crate::common::{Entry, Layout, Tar, digest, gzip, read_erofs, run};
 
 /// Long enough for a busy host, too short to read what [`Limits`] allow.
@@ -271,4 +271,78 @@ fn a_layout_of_links_to_files_is_one() {
         symlink(real, path).unwrap();
     }
     assert_eq!(layout.files().unwrap()["which"].text(), "x");
+}
+
+#[test]
+fn no_archive_is_loaded_for_more_names_than_a_thousand() {
+    let manifest: Value = json!([{"Config": "config.json", "Layers": ["layer.tar"],
+        "RepoTags": (0..1001).map(|n| format!("app:{n}")).collect::<Vec<_>>()}]);
+    let saved = Tar::new()
+        .file("manifest.json", manifest.to_string())
+        .file(
+            "config.json",
+            Layout::config(&[digest(&plain())]).to_string(),
+        )
+        .file("layer.tar", plain())
+        .finish();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("saved.tar");
+    fs::write(&path, saved).unwrap();
+
+    let (layout, _) = layout(&plain(), &plain());
+    let index = fs::read(layout.path().join("index.json")).unwrap();
+    let mut index: Value = serde_json::from_slice(&index).unwrap();
+    let names = (0..1001).map(|n| {
+        let mut named = index["manifests"][0].clone();
+        named["annotations"] = json!({"org.opencontainers.image.ref.name": format!("app:{n}")});
+        named
+    });
+    index["manifests"] = names.collect();
+    fs::write(layout.path().join("index.json"), index.to_string()).unwrap();
+
+    for source in [ImageSource::Archive(path), layout.source()] {
+        let store = tempfile::tempdir().unwrap();
+        let store = Store::open(store.path()).unwrap();
+        let all = ResolveOptions::default();
+        let error = store.load(&source, None, &all, &NoProgress).unwrap_err();
+        assert!(matches!(error, Error::Limit { limit: 1000, .. }), "{error}");
+        assert!(store.list().unwrap().is_empty());
+        let one = ResolveOptions {
+            ref_name: Some("app:1000".to_owned()),
+            ..ResolveOptions::default()
+        };
+        let loaded = store.load(&source, None, &one, &NoProgress).unwrap();
+        assert_eq!(loaded[0].names[0].to_string(), "docker.io/library/app:1000");
+    }
+}
+
+#[test]
+fn manifests_are_looked_at_to_a_bound_over_all_images() {
+    let mut layout = Layout::new();
+    let mut config = Layout::config(&[digest(&plain())]);
+    config["architecture"] = json!("other");
+    let manifest = layout.manifest(&[(plain(), digest(&plain()))], &config);
+    let inner = layout.json(
+        OCI_INDEX,
+        &json!({"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": vec![manifest; 990]}),
+    );
+    for n in 0..11 {
+        let mut named = inner.clone();
+        named["annotations"] = json!({"org.opencontainers.image.ref.name": format!("app:{n}")});
+        layout.add(named);
+    }
+    let store = tempfile::tempdir().unwrap();
+    let store = Store::open(store.path()).unwrap();
+    let load = |options: &ResolveOptions| store.load(&layout.source(), None, options, &NoProgress);
+    let error = load(&ResolveOptions::default()).unwrap_err();
+    assert!(
+        matches!(error, Error::Limit { limit: 10_000, .. }),
+        "{error}"
+    );
+    let one = ResolveOptions {
+        ref_name: Some("app:10".to_owned()),
+        ..ResolveOptions::default()
+    };
+    let error = load(&one).unwrap_err();
+    assert!(matches!(error, Error::NoPlatform { .. }), "{error}");
 }
