@@ -154,10 +154,15 @@ pub(crate) fn write(path: &Path, value: &impl Serialize) -> Result<(), Error> {
         .mode(0o600)
         .open(&temporary)
         .map_err(failed)?;
-    file.write_all(&bytes)
+    let written = file
+        .write_all(&bytes)
         .and_then(|()| file.sync_all())
-        .and_then(|()| fs::rename(&temporary, path))
-        .map_err(failed)?;
+        .and_then(|()| fs::rename(&temporary, path));
+    if let Err(error) = written {
+        // Where there is no room, it would take some at each try. The write's own error says more than this one's.
+        let _ = fs::remove_file(&temporary);
+        return Err(failed(error));
+    }
     sync_parent(path).map_err(failed)
 }
 
@@ -166,5 +171,73 @@ pub(crate) fn sync_parent(path: &Path) -> io::Result<()> {
     match path.parent() {
         Some(parent) => File::open(parent)?.sync_all(),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    fn names(dir: &Path) -> Vec<String> {
+        let entries = fs::read_dir(dir).unwrap();
+        entries
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect()
+    }
+
+    #[test]
+    fn a_write_that_fails_leaves_the_old_file_and_nothing_beside_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run.json");
+        // No file takes the place of a directory.
+        fs::create_dir(&path).unwrap();
+        for _ in 0..3 {
+            assert!(matches!(
+                write(&path, &"new"),
+                Err(Error::State { what: "write", .. })
+            ));
+            assert_eq!(names(dir.path()), ["run.json"]);
+        }
+        fs::remove_dir(&path).unwrap();
+        write(&path, &"new").unwrap();
+        assert_eq!(names(dir.path()), ["run.json"]);
+        assert_eq!(read(&path).unwrap(), Some("new".to_owned()));
+    }
+
+    #[test]
+    fn a_full_file_system_keeps_the_old_file_and_gets_no_fuller() {
+        let dir = tempfile::tempdir().unwrap();
+        // Mounts need root, as on CI's machines and not on everyone's.
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=64k", "tmpfs"])
+            .arg(dir.path())
+            .output()
+            .is_ok_and(|output| output.status.success());
+        if !mounted {
+            println!("skipped: cannot mount a small file system here");
+            return;
+        }
+        let path = dir.path().join("run.json");
+        write(&path, &"old").unwrap();
+        let results: Vec<_> = (0..3)
+            .map(|_| write(&path, &"x".repeat(256 << 10)))
+            .collect();
+        let left = names(dir.path());
+        let kept = read::<String>(&path);
+        // There is room again, as before.
+        let small = write(&path, &"new");
+        let unmounted = Command::new("umount").arg(dir.path()).status().unwrap();
+        assert!(unmounted.success());
+        for result in results {
+            let Err(Error::State { source, .. }) = result else {
+                panic!("a full file system took it");
+            };
+            assert_eq!(source.kind(), io::ErrorKind::StorageFull);
+        }
+        assert_eq!(left, ["run.json"]);
+        assert_eq!(kept.unwrap(), Some("old".to_owned()));
+        small.unwrap();
     }
 }
