@@ -3,7 +3,7 @@
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bantam_image::Image;
@@ -29,10 +29,8 @@ const MAX_RELEASE: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Local {
     vm: Vm,
-    /// Asked for while the control stream is in use.
     kernel_release: String,
-    control: Arc<Mutex<Control>>,
-    /// Ends after the machine, whose end frees it from whatever it waits for.
+    control: Arc<Control>,
     _clock: Option<ClockWatch>,
 }
 
@@ -94,11 +92,11 @@ impl Local {
         let printable = |c: &char| c.is_ascii_graphic();
         let release = control.hello.kernel_release.chars();
         let kernel_release = release.filter(printable).take(MAX_RELEASE).collect();
-        let control = Arc::new(Mutex::new(control));
+        let control = Arc::new(control);
         let told = Arc::clone(&control);
         let clock = ClockWatch::start(move || {
-            // A guest that cannot be told is at its end.
-            let _ = lock(&told).set_clock();
+            // A guest that cannot be told is at its end, or has no use for the time.
+            let _ = told.set_clock();
         });
         Self {
             vm,
@@ -129,14 +127,6 @@ impl Local {
     pub(crate) fn console(&self) -> Vec<String> {
         self.vm.console().last_lines(CONSOLE_LINES)
     }
-
-    fn lock_control(&self) -> MutexGuard<'_, Control> {
-        lock(&self.control)
-    }
-}
-
-fn lock(control: &Mutex<Control>) -> MutexGuard<'_, Control> {
-    control.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Host for Local {
@@ -157,7 +147,7 @@ impl Host for Local {
 
     fn ended(&self, patience: Duration) -> Option<Ended> {
         let exit = self.vm.wait(Some(patience))?;
-        let last_words = self.lock_control().last_words();
+        let last_words = self.control.last_words();
         let cause = last_words.unwrap_or_else(|| match exit {
             ExitCause::GuestShutdown => "the guest shut down or its kernel panicked".into(),
             ExitCause::Killed => "it was stopped".into(),
@@ -171,9 +161,10 @@ impl Host for Local {
 
     fn stop(&self, grace: Duration, limit: Duration) -> Result<ExitCause, Error> {
         let begun = Instant::now();
-        let asked = self.lock_control().shutdown(grace, limit);
+        let asked = self.control.shutdown(grace, limit);
         let left = limit.saturating_sub(begun.elapsed());
-        // If the agent is gone, so is its machine, or there is nobody to ask.
+        // If the agent is gone, so is its machine, or there is nobody to ask; nor is there if it takes
+        // nothing.
         Ok(asked
             .ok()
             .and_then(|()| self.vm.wait(Some(left)))

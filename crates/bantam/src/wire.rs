@@ -187,16 +187,16 @@ impl FrameSender {
     }
 
     /// Sends what is left of an encoded message, or fails if the guest does not take it within `limit`.
+    /// With none it takes it now.
     pub(crate) fn send_encoded(&self, bytes: &[u8], limit: Duration) -> io::Result<()> {
-        let deadline = Instant::now()
-            .checked_add(limit)
-            .ok_or(io::ErrorKind::InvalidInput)?;
-        let _turn = self.turns.take(Some(deadline))?;
+        // A limit beyond what the clock can tell is none.
+        let deadline = Instant::now().checked_add(limit);
+        let _turn = self.turns.take(deadline)?;
         self.write_until(bytes, deadline)
     }
 
     /// Writes a frame in one's turn.
-    fn write_until(&self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
+    fn write_until(&self, bytes: &[u8], deadline: Option<Instant>) -> io::Result<()> {
         let mut rest = bytes;
         while !rest.is_empty() {
             // Without waiting, as there is room as a rule.
@@ -208,8 +208,8 @@ impl FrameSender {
             .map_err(io::Error::from)
             .or_else(|error| match error.kind() {
                 io::ErrorKind::WouldBlock => {
-                    let left = left(deadline)?;
-                    wait_for(&self.stream, PollFlags::OUT, Some(left)).map(|_| 0)
+                    let left = deadline.map(left).transpose()?;
+                    wait_for(&self.stream, PollFlags::OUT, left).map(|_| 0)
                 }
                 _ => Err(error),
             });
