@@ -493,6 +493,120 @@ mod tests {
         assert!(player.join().unwrap() < 4_000_000);
     }
 
+    /// What is asked of a guest, with a directory of the host's for what comes or goes.
+    type Call = fn(&Fake, &Path) -> Result<(), Error>;
+
+    const CALLS: [(&str, Call); 12] = [
+        ("stat", |guest, _| {
+            one(guest, |path| FileRequest::Stat {
+                path,
+                follow_link: true,
+            })
+        }),
+        ("list", |guest, _| {
+            one(guest, |path| FileRequest::List { path })
+        }),
+        ("make", |guest, _| {
+            one(guest, |path| FileRequest::MakeDir {
+                path,
+                mode: 0,
+                parents: true,
+            })
+        }),
+        ("rename", |guest, _| {
+            one(guest, |path| FileRequest::Rename {
+                from: path.clone(),
+                to: path,
+            })
+        }),
+        ("remove", |guest, _| {
+            one(guest, |path| FileRequest::Remove {
+                path,
+                recursive: true,
+            })
+        }),
+        ("stats", |guest, _| stats(guest).map(drop)),
+        ("read", |guest, _| {
+            // Whoever takes the bytes of a file without end bounds them.
+            read(guest, Path::new("/a"), &mut &mut [0; 100_000][..])
+        }),
+        ("write", |guest, _| {
+            write(guest, Path::new("/a"), None, &mut &b"x"[..])
+        }),
+        ("copy_out", |guest, dir| {
+            copy::copy_out(guest, Path::new("/a"), &dir.join("to"), &Default::default()).map(drop)
+        }),
+        ("copy_out_tar", |guest, _| {
+            let sink = &mut &mut [0; 100_000][..];
+            copy::copy_out_tar(guest, Path::new("/a"), sink, true).map(drop)
+        }),
+        ("copy_in", |guest, dir| {
+            copy::copy_in(guest, dir, Path::new("/a"), &Default::default()).map(drop)
+        }),
+        ("copy_in_tar", |guest, _| {
+            copy::copy_in_tar(guest, &mut &b"x"[..], Path::new("/a")).map(drop)
+        }),
+    ];
+
+    fn one(guest: &Fake, request: fn(Vec<u8>) -> FileRequest) -> Result<(), Error> {
+        ask(guest, request(b"/a".to_vec()), Path::new("/a")).map(drop)
+    }
+
+    /// Every frame that is not a guest's last word, at its smallest.
+    fn frames() -> [GuestExec<'static>; 10] {
+        [
+            GuestExec::Started { pid: 1 },
+            GuestExec::Stdout(b""),
+            GuestExec::Stdout(b"\0"),
+            GuestExec::Stdout(b"x"),
+            GuestExec::Stderr(b""),
+            GuestExec::Stderr(b"x"),
+            GuestExec::StdinCredit(0),
+            GuestExec::StdinClosed,
+            GuestExec::FileOpened(Opened { size: 0, mode: 0 }),
+            GuestExec::FileEntry(FileEntry {
+                name: Vec::new(),
+                kind: FileKind::File,
+                mode: 0,
+                uid: 0,
+                gid: 0,
+                size: 0,
+                modified: 0,
+                target: None,
+            }),
+        ]
+    }
+
+    #[test]
+    fn a_guest_that_says_the_same_for_ever_keeps_no_call() {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, call) in CALLS {
+            for frame in frames() {
+                let (guest, mut agent) = guest(PATIENT);
+                let mut begin = Vec::new();
+                if name == "read" {
+                    let opened = GuestExec::FileOpened(Opened { size: 9, mode: 0 });
+                    begin = opened.encode().unwrap();
+                }
+                let again = frame.encode().unwrap().repeat(1000);
+                let player = thread::spawn(move || {
+                    let mut said = agent.write_all(&begin);
+                    while said.is_ok() {
+                        said = agent.write_all(&again);
+                    }
+                });
+                let (ends, ended) = std::sync::mpsc::channel();
+                let at = dir.path().to_path_buf();
+                thread::spawn(move || ends.send(call(&guest, &at)));
+                let result = ended
+                    .recv_timeout(Duration::from_secs(60))
+                    .unwrap_or_else(|_| panic!("{name} does not end: {frame:?} again and again"));
+                assert!(result.is_err(), "{name}: {frame:?} again and again");
+                player.join().unwrap();
+            }
+        }
+    }
+
     #[test]
     fn a_file_of_just_the_limit_is_read() {
         let (guest, mut agent) = guest(PATIENT);

@@ -16,7 +16,8 @@ pub(crate) struct Limits {
     /// Before it answers what takes it no time: whether there is a file, that it is open.
     pub(crate) answer: Duration,
     /// While bytes move or a tree is walked: without one byte taken or given. It is what Linux
-    /// grants a task that waits for a disk before it calls it hung.
+    /// grants a task that waits for a disk before it calls it hung. A guest may be slow, and what it
+    /// gives may be without end: that is for whoever takes the bytes to bound.
     pub(crate) stall: Duration,
 }
 
@@ -67,6 +68,7 @@ impl Guest for Inner {
 /// What the agent says, but for failures.
 pub(crate) enum Answer<'a> {
     Opened,
+    /// Bytes, one at least: a frame without any is no sign that something moves.
     Data(&'a [u8]),
     Done,
     TreeDone(TreeSummary),
@@ -183,7 +185,7 @@ impl<'a> Transfer<'a> {
         let received = self.receiver.receive(deadline, |frame| {
             Ok(Some(Ok(take(match GuestExec::decode(&frame)? {
                 GuestExec::FileOpened(_) => Answer::Opened,
-                GuestExec::Stdout(bytes) => Answer::Data(bytes),
+                GuestExec::Stdout(bytes) if !bytes.is_empty() => Answer::Data(bytes),
                 GuestExec::FileDone => Answer::Done,
                 GuestExec::TreeDone(summary) => Answer::TreeDone(summary),
                 GuestExec::Stats(stats) => Answer::Stats(stats),
