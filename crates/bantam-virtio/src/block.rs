@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN,
@@ -13,6 +12,7 @@ use vm_memory::VolatileSlice;
 
 use crate::device::read_config_bytes;
 use crate::sys;
+use crate::warned::Warned;
 use crate::worker::{RequestHandler, Worker, serve_requests};
 use crate::{Activation, Chain, DeviceType, Error, GuestRam, Result, VirtioDevice};
 
@@ -55,6 +55,7 @@ pub struct BlockDevice {
     disk: Arc<Disk>,
     config: Vec<u8>,
     worker: Option<Worker>,
+    failed: Arc<Warned>,
 }
 
 struct Disk {
@@ -62,9 +63,8 @@ struct Disk {
     read_only: bool,
     sectors: u64,
     id: [u8; ID_BYTES],
-    /// Whether it was said that the host has no room; a guest that goes on writing must not fill
-    /// the log, too.
-    said_full: AtomicBool,
+    /// Whether it was said that the host has no room.
+    said_full: Warned,
 }
 
 impl BlockDevice {
@@ -93,12 +93,13 @@ impl BlockDevice {
             read_only,
             sectors: bytes / SECTOR,
             id: serial,
-            said_full: AtomicBool::new(false),
+            said_full: Warned::default(),
         };
         Ok(BlockDevice {
             config: disk.config(),
             disk: Arc::new(disk),
             worker: None,
+            failed: Arc::default(),
         })
     }
 }
@@ -129,7 +130,7 @@ impl VirtioDevice for BlockDevice {
             return Err(Error::AlreadyActive { device: NAME });
         }
         let disk = self.disk.clone();
-        self.worker = Some(Worker::spawn(NAME, move |stop| {
+        self.worker = Some(Worker::spawn(NAME, &self.failed, move |stop| {
             serve_requests(stop, activation.queues, Requests { disk })
         })?);
         Ok(())
@@ -180,7 +181,7 @@ impl Disk {
 
     fn failed(&self, what: &str, sector: u64, error: &io::Error) -> (Status, u32) {
         let full = error.kind() == io::ErrorKind::StorageFull;
-        if full && !self.said_full.swap(true, Ordering::Relaxed) {
+        if full && self.said_full.first() {
             // The guest only sees an I/O error.
             let id = String::from_utf8_lossy(&self.id);
             let id = id.trim_end_matches('\0');

@@ -44,6 +44,7 @@ mod error;
 mod interrupt;
 mod queue;
 mod sys;
+mod warned;
 mod worker;
 
 pub mod block;

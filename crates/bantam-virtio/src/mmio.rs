@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::queue::QueueWiring;
 use crate::sys;
+use crate::warned::Warned;
 use crate::{
     Activation, DeviceType, EventFd, GuestRam, Interrupt, InterruptLine, QueueConfig, QueueCursor,
     SharedCursor, VirtioDevice, features,
@@ -100,14 +101,18 @@ struct MmioInterrupt {
     needs_reset: AtomicBool,
     config_generation: AtomicU32,
     device: DeviceType,
-    /// The log was told that the driver misbehaves. Once is enough: it can do so in a loop.
-    warned: AtomicBool,
+    /// The driver misbehaves.
+    broken: Warned,
+    /// A descriptor does.
+    failed: Warned,
 }
 
 impl MmioInterrupt {
     fn raise(&self, cause: u32) {
         self.pending.fetch_or(cause, Ordering::SeqCst);
-        if let Err(error) = self.line.trigger() {
+        if let Err(error) = self.line.trigger()
+            && self.failed.first()
+        {
             tracing::error!(%error, "triggering a virtio-mmio interrupt");
         }
     }
@@ -124,7 +129,7 @@ impl Interrupt for MmioInterrupt {
     }
 
     fn needs_reset(&self) {
-        if !self.warned.swap(true, Ordering::SeqCst) {
+        if self.broken.first() {
             tracing::warn!(device = ?self.device, "the driver broke the device; it needs a reset");
         }
         self.needs_reset.store(true, Ordering::SeqCst);
@@ -199,7 +204,8 @@ impl MmioTransport {
                 needs_reset: AtomicBool::new(false),
                 config_generation: AtomicU32::new(0),
                 device: device.device_type(),
-                warned: AtomicBool::new(false),
+                broken: Warned::default(),
+                failed: Warned::default(),
             }),
             device,
             queues,
@@ -280,7 +286,9 @@ impl MmioTransport {
         for queue in &mut self.queues {
             queue.config = QueueConfig::default();
             queue.cursor = Arc::default();
-            if let Err(error) = sys::drain(&queue.kick) {
+            if let Err(error) = sys::drain(&queue.kick)
+                && self.interrupt.failed.first()
+            {
                 tracing::error!(%error, "draining a queue's notifier");
             }
         }
@@ -439,6 +447,7 @@ impl MmioTransport {
             .ok()
             .and_then(|index| self.queues.get(index))
             && let Err(error) = queue.kick.write(1)
+            && self.interrupt.failed.first()
         {
             tracing::error!(index, %error, "notifying a queue");
         }

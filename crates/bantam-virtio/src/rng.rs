@@ -1,7 +1,9 @@
 //! The entropy device (virtio 1.3 §5.4): host randomness into the guest's buffers.
 
 use std::io;
+use std::sync::Arc;
 
+use crate::warned::Warned;
 use crate::worker::{RequestHandler, Worker, serve_requests};
 use crate::{Activation, Chain, DeviceType, Error, GuestRam, Result, VirtioDevice};
 
@@ -16,6 +18,7 @@ const QUEUE_SIZES: &[u16] = &[64];
 #[derive(Default)]
 pub struct RngDevice {
     worker: Option<Worker>,
+    failed: Arc<Warned>,
 }
 
 impl RngDevice {
@@ -46,7 +49,7 @@ impl VirtioDevice for RngDevice {
         if self.worker.is_some() {
             return Err(Error::AlreadyActive { device: NAME });
         }
-        self.worker = Some(Worker::spawn(NAME, move |stop| {
+        self.worker = Some(Worker::spawn(NAME, &self.failed, move |stop| {
             serve_requests(stop, activation.queues, Entropy)
         })?);
         Ok(())

@@ -284,10 +284,9 @@ impl Backend {
                 interrupt: self.calls.clone(),
                 cursor: ring.cursor.clone(),
             };
-            queues.push(config.activate(wiring).map_err(|error| {
-                tracing::warn!(%error, "the front-end set up a ring wrongly");
-                VhostError::InvalidParam
-            })?);
+            // The front-end passes on what the guest's driver chose.
+            let wrong = |error| VhostError::ReqHandlerError(io::Error::other(error));
+            queues.push(config.activate(wiring).map_err(wrong)?);
         }
         let activation = Activation {
             memory,

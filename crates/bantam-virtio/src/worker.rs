@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 use crate::sys::{self, EventFd, Interest, Poller};
+use crate::warned::Warned;
 use crate::{ActiveQueue, Chain, Error, Result};
 
 /// Chains handled between two looks at the stop signal and before the driver is interrupted.
@@ -35,12 +36,15 @@ pub(crate) struct Worker {
     requested: Arc<AtomicBool>,
     event: EventFd,
     thread: Option<JoinHandle<()>>,
+    failed: Arc<Warned>,
 }
 
 impl Worker {
-    /// Starts `body` on a thread called `name`.
+    /// Starts `body` on a thread called `name`. A driver can have a device's worker started again and
+    /// again; that one `failed` is told once.
     pub(crate) fn spawn(
         name: &'static str,
+        failed: &Arc<Warned>,
         body: impl FnOnce(&Stop) -> io::Result<()> + Send + 'static,
     ) -> Result<Worker> {
         let start = || -> io::Result<Worker> {
@@ -50,10 +54,13 @@ impl Worker {
                 requested: requested.clone(),
                 event: event.try_clone()?,
             };
+            let warned = failed.clone();
             let thread = std::thread::Builder::new()
                 .name(name.to_owned())
                 .spawn(move || {
-                    if let Err(error) = body(&stop) {
+                    if let Err(error) = body(&stop)
+                        && warned.first()
+                    {
                         tracing::error!(device = name, %error, "worker failed");
                     }
                 })?;
@@ -62,6 +69,7 @@ impl Worker {
                 requested,
                 event,
                 thread: Some(thread),
+                failed: failed.clone(),
             })
         };
         start().map_err(|source| Error::Worker {
@@ -74,11 +82,14 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         self.requested.store(true, Ordering::Release);
-        if let Err(error) = self.event.write(1) {
+        if let Err(error) = self.event.write(1)
+            && self.failed.first()
+        {
             tracing::error!(device = self.name, %error, "waking the worker to stop it");
         }
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
+            && self.failed.first()
         {
             tracing::error!(device = self.name, "worker panicked");
         }

@@ -20,6 +20,7 @@ use virtio_bindings::virtio_net::{
 pub use self::header::{FrameHeader, PartialChecksum, Segmentation};
 use self::worker::Rings;
 use crate::device::read_config_bytes;
+use crate::warned::Warned;
 use crate::worker::Worker;
 use crate::{Activation, DeviceType, Error, Result, VirtioDevice};
 
@@ -86,6 +87,7 @@ pub struct NetDevice {
     backend: Arc<Mutex<Box<dyn NetBackend>>>,
     config: [u8; 12],
     worker: Option<Worker>,
+    failed: Arc<Warned>,
 }
 
 impl NetDevice {
@@ -96,6 +98,7 @@ impl NetDevice {
             backend: Arc::new(Mutex::new(backend)),
             config: config_space(mac, mtu),
             worker: None,
+            failed: Arc::default(),
         }
     }
 }
@@ -136,7 +139,7 @@ impl VirtioDevice for NetDevice {
         let features = activation.features;
         let rings = Rings::new(activation.queues)?;
         let backend = self.backend.clone();
-        self.worker = Some(Worker::spawn(NAME, move |stop| {
+        self.worker = Some(Worker::spawn(NAME, &self.failed, move |stop| {
             // Only the one worker there is ever holds it.
             let mut backend = backend.lock().unwrap_or_else(PoisonError::into_inner);
             backend.reset(offloads(features));

@@ -6,19 +6,26 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::sync::Arc;
 
 use super::connection::Connection;
 use crate::sys::Poller;
+use crate::warned::Warned;
 
 /// Delivers what `connections` hold and closes each when it is done.
-pub(super) fn start(connections: Vec<Connection>) {
+pub(super) fn start(connections: Vec<Connection>, failed: &Arc<Warned>) {
+    let warned = failed.clone();
     let thread = std::thread::Builder::new().name("vsock-drain".to_owned());
     let spawned = thread.spawn(move || {
-        if let Err(error) = drain(connections) {
+        if let Err(error) = drain(connections)
+            && warned.first()
+        {
             tracing::warn!(%error, "delivering the last bytes of vsock streams");
         }
     });
-    if let Err(error) = spawned {
+    if let Err(error) = spawned
+        && failed.first()
+    {
         tracing::warn!(%error, "the last bytes of vsock streams are lost");
     }
 }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use super::muxer::{Muxer, Slot};
 use super::{BACKLOG, MAX_CONNECTIONS};
 use crate::sys::{self, EventFd, Interest, Timer, Watcher};
+use crate::warned::Warned;
 
 /// Connections that callers have parted with and the guest has not been told of.
 const MAX_PARTED: usize = 8;
@@ -28,6 +29,22 @@ pub(super) struct Shared {
     timer: Timer,
     /// Tells connections apart, and events about their streams.
     next_id: AtomicU64,
+    pub(super) warnings: Warnings,
+}
+
+/// What the log was told in the life of the device.
+#[derive(Default)]
+pub(super) struct Warnings {
+    /// Its worker cannot be woken.
+    pub(super) waking: Warned,
+    /// Streams cannot be watched.
+    pub(super) watching: Warned,
+    /// Connections that the guest may open cannot be.
+    pub(super) accepting: Warned,
+    /// There are too many connections.
+    pub(super) crowded: Warned,
+    /// The last bytes of streams cannot be delivered.
+    pub(super) draining: Arc<Warned>,
 }
 
 #[derive(Default)]
@@ -105,6 +122,7 @@ impl Shared {
             wake: sys::event_fd()?,
             timer: Timer::new()?,
             next_id: AtomicU64::new(0),
+            warnings: Warnings::default(),
         })
     }
 
@@ -155,6 +173,7 @@ impl Shared {
         if let Err(error) = self.wake.write(1)
             // A counter that is full is readable all the same.
             && error.kind() != io::ErrorKind::WouldBlock
+            && self.warnings.waking.first()
         {
             tracing::error!(%error, "waking the vsock worker");
         }
@@ -187,7 +206,9 @@ impl Shared {
         // Zero would stop it.
         let left = due.saturating_duration_since(Instant::now());
         if let Err(error) = self.timer.set(left.max(Duration::from_micros(1))) {
-            tracing::error!(%error, "setting the vsock worker's timer");
+            if self.warnings.waking.first() {
+                tracing::error!(%error, "setting the vsock worker's timer");
+            }
             self.wake_muxer();
         }
     }

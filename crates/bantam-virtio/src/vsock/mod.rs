@@ -17,6 +17,7 @@ pub use host::{ConnectionId, Opened, Vsock, VsockListener};
 use std::sync::Arc;
 
 use crate::device::read_config_bytes;
+use crate::warned::Warned;
 use crate::worker::Worker;
 use crate::{Activation, DeviceType, Error, Result, VirtioDevice};
 use host::Shared;
@@ -45,6 +46,7 @@ pub struct VsockDevice {
     shared: Arc<Shared>,
     muxer: Arc<Slot>,
     worker: Option<Worker>,
+    failed: Arc<Warned>,
 }
 
 impl VsockDevice {
@@ -60,6 +62,7 @@ impl VsockDevice {
             shared: shared.clone(),
             muxer: muxer.clone(),
             worker: None,
+            failed: Arc::default(),
         };
         Ok((device, Vsock::new(shared, muxer)))
     }
@@ -89,7 +92,7 @@ impl VirtioDevice for VsockDevice {
         let guest_cid = u64::from(self.guest_cid);
         let (shared, muxer) = (self.shared.clone(), self.muxer.clone());
         let rings = muxer::Rings::new(activation.queues)?;
-        self.worker = Some(Worker::spawn(NAME, move |stop| {
+        self.worker = Some(Worker::spawn(NAME, &self.failed, move |stop| {
             muxer::run(stop, rings, &shared, &muxer, guest_cid)
         })?);
         Ok(())

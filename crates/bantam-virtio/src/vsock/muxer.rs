@@ -128,6 +128,13 @@ impl Drop for Serving<'_> {
     }
 }
 
+/// Tells the log that the stream of a connection cannot be watched.
+fn cannot_watch(shared: &Shared, error: &io::Error) {
+    if shared.warnings.watching.first() {
+        tracing::error!(%error, "watching a vsock stream");
+    }
+}
+
 fn serve(stop: &Stop, poller: &mut Poller, shared: &Shared, slot: &Slot) -> io::Result<()> {
     let mut ready = Vec::new();
     loop {
@@ -259,7 +266,7 @@ impl Muxer {
         if let Some(connection) = self.connections.get(&id)
             && let Err(error) = (self.watcher).add(connection.stream(), id, connection.interest())
         {
-            tracing::error!(%error, "watching a vsock stream");
+            cannot_watch(&self.shared, &error);
             self.reset(id);
         }
         self.leave_rest(more);
@@ -349,7 +356,7 @@ impl Muxer {
             .filter(Connection::has_backlog)
             .collect();
         if !unread.is_empty() {
-            drain::start(unread);
+            drain::start(unread, &self.shared.warnings.draining);
         }
     }
 
@@ -399,17 +406,19 @@ impl Muxer {
     fn open_connections(&mut self) {
         while let Some(connect) = self.shared.next_connect() {
             if self.connections.len() >= MAX_CONNECTIONS {
-                tracing::warn!(
-                    port = connect.guest_port,
-                    "too many vsock connections; not connecting"
-                );
+                if self.shared.warnings.crowded.first() {
+                    tracing::warn!(
+                        port = connect.guest_port,
+                        "too many vsock connections; not connecting"
+                    );
+                }
                 continue;
             }
             if connect.opening != Opening::AtOnce
                 && !connect.watched
                 && let Err(error) = (self.watcher).add(&connect.stream, connect.id, Interest::EDGE)
             {
-                tracing::error!(%error, "watching a vsock stream");
+                cannot_watch(&self.shared, &error);
                 continue;
             }
             self.open(connect);
@@ -564,7 +573,7 @@ impl Muxer {
                 let interest = connection.interest();
                 let added = self.watcher.add(connection.stream(), id, interest);
                 added.map_err(|error| {
-                    tracing::error!(%error, "watching a vsock stream");
+                    cannot_watch(&self.shared, &error);
                     Violation("its stream cannot be watched")
                 })
             }),
@@ -578,7 +587,7 @@ impl Muxer {
                 if !had_backlog && connection.has_backlog() {
                     let interest = connection.interest();
                     if let Err(error) = self.watcher.modify(connection.stream(), id, interest) {
-                        tracing::error!(%error, "watching a vsock stream");
+                        cannot_watch(&self.shared, &error);
                     }
                 }
                 received
@@ -621,7 +630,17 @@ impl Muxer {
     /// The guest asks for a connection.
     fn requested(&mut self, header: &Header) {
         if let Err(error) = self.accept(header) {
-            tracing::warn!(port = header.dst_port, %error, "refusing a vsock connection");
+            let port = header.dst_port;
+            // The guest's own doing, or the host's lack of something.
+            let is_guests = matches!(
+                error.kind(),
+                io::ErrorKind::ConnectionRefused | io::ErrorKind::QuotaExceeded
+            );
+            if !is_guests && self.shared.warnings.accepting.first() {
+                tracing::warn!(port, %error, "refusing a vsock connection");
+            } else {
+                tracing::debug!(port, %error, "refusing a vsock connection");
+            }
             self.reply_reset(header);
         }
     }

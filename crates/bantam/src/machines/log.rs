@@ -26,6 +26,9 @@ struct Current {
     path: PathBuf,
     file: File,
     len: u64,
+    /// The process's own log was told that this one cannot be written. Once is enough: a workload
+    /// writes as often as it likes.
+    warned: bool,
 }
 
 impl Log {
@@ -37,6 +40,7 @@ impl Log {
             path: path.to_path_buf(),
             file,
             len,
+            warned: false,
         }))))
     }
 
@@ -52,7 +56,9 @@ pub(super) struct LogWriter(Log);
 impl Write for LogWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let mut log = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(error) = log.write(bytes) {
+        if let Err(error) = log.write(bytes)
+            && !std::mem::replace(&mut log.warned, true)
+        {
             tracing::warn!(%error, path = %log.path.display(), "cannot write the log");
         }
         Ok(bytes.len())
@@ -243,6 +249,8 @@ fn seek_to_tail(file: &mut File, lines: &mut u64) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use super::*;
 
     fn read(path: &Path, options: LogOptions) -> String {
@@ -281,6 +289,38 @@ mod tests {
         let size = |path: &Path| fs::metadata(path).unwrap().len();
         assert!(size(&path) + size(&older(&path)) <= 2 * MAX_LOG);
         assert!(read(&path, LogOptions::new()).ends_with("xend"));
+    }
+
+    /// Counts warnings.
+    #[derive(Clone, Default)]
+    struct Warnings(Arc<AtomicU32>);
+
+    impl tracing::Subscriber for Warnings {
+        fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+            *metadata.level() <= tracing::Level::WARN
+        }
+        fn event(&self, _: &tracing::Event<'_>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::Id {
+            tracing::Id::from_u64(1)
+        }
+        fn record(&self, _: &tracing::Id, _: &tracing::span::Record<'_>) {}
+        fn record_follows_from(&self, _: &tracing::Id, _: &tracing::Id) {}
+        fn enter(&self, _: &tracing::Id) {}
+        fn exit(&self, _: &tracing::Id) {}
+    }
+
+    #[test]
+    fn a_log_without_room_holds_up_nobody_and_is_told_of_once() {
+        let warnings = Warnings::default();
+        let log = Log::open(Path::new("/dev/full")).unwrap();
+        tracing::subscriber::with_default(warnings.clone(), || {
+            for _ in 0..5000 {
+                log.writer().write_all(b"x").unwrap();
+            }
+        });
+        assert_eq!(warnings.0.load(Ordering::Relaxed), 1);
     }
 
     #[test]
