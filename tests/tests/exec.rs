@@ -5,11 +5,12 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use bantam_e2e::{Run, Running, SHARED, TestHome, eventually};
+use bantam_e2e::{Run, Running, SHARED, TestHome, eventually, skip};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -179,6 +180,46 @@ in_shared_machine! {
         assert!(run.stderr.contains("terminal"), "{}", run.stderr);
         let run = bash(home, &["-i"], "echo out; echo err >&2");
         assert_eq!((run.text().as_str(), run.stderr.as_str()), ("out\n", "err\n"));
+    }
+
+    fn a_prompt_on_a_terminal_is_there_before_its_answer(home) {
+        if Command::new("script").arg("-V").output().is_err() {
+            skip("a_prompt_on_a_terminal_is_there_before_its_answer", "no script(1)");
+            return;
+        }
+        let program = home.setup.program.display();
+        let asks = "printf Password:; read -rs word; printf \"got \"; sleep 0.1; echo $word";
+        let exec = format!("{program} exec --name {SHARED} -it -- bash -c '{asks}'");
+        let shell = format!("{program} shell --name {SHARED}");
+        let cases = [
+            (exec, "Password:", "secret\n", "got secret"),
+            (shell, "$ ", "echo $((6*7))\nexit\n", "42"),
+        ];
+        for (line, prompt, answer, said) in cases {
+            let mut script = Command::new("script");
+            home.put_into(&mut script);
+            // util-linux's script gives the program a terminal.
+            script.args(["-qec", &line, "/dev/null"]).stdin(Stdio::piped());
+            let mut running = Running::start(&mut script);
+            let mut stdout = running.child.stdout.take().unwrap();
+            let (first, seen) = mpsc::channel();
+            let reader = thread::spawn(move || {
+                let (mut all, mut byte) = (Vec::new(), [0]);
+                while stdout.read(&mut byte).is_ok_and(|count| count == 1) {
+                    all.extend(byte);
+                    if all.ends_with(prompt.as_bytes()) {
+                        let _ = first.send(());
+                    }
+                }
+                String::from_utf8_lossy(&all).into_owned()
+            });
+            // Nothing was typed yet.
+            let prompted = seen.recv_timeout(LIMIT);
+            let run = running.finish_with_input(answer.as_bytes());
+            let text = reader.join().unwrap();
+            assert!(prompted.is_ok(), "{line} gave no prompt: {text}{}", run.stderr);
+            assert!(run.code == 0 && text.contains(said), "{}: {text}", run.code);
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use indicatif::HumanBytes;
 
 use crate::args::Global;
 use crate::failure::Failure;
-use crate::show::{ago, columns, json, out, printable, say};
+use crate::show::{ago, columns, json, out, printable, raw_stdout, say};
 use crate::{Outcome, progress};
 
 /// What may stand for an image of the store.
@@ -213,7 +213,7 @@ fn save(images: &Images, args: &SaveArgs) -> Outcome {
         images.save_file(&args.name, &args.output)?;
         return Ok(0);
     }
-    let mut stdout = io::stdout().lock();
+    let mut stdout = raw_stdout()?;
     if stdout.is_terminal() {
         return Err(Failure::Usage(
             "standard output is a terminal: name a file with -o FILE".into(),

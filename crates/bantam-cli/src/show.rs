@@ -1,7 +1,9 @@
 //! How results are shown: text in columns, JSON, courtesies.
 
 use std::fmt::Write as _;
+use std::fs::File;
 use std::io::{self, Write as _};
+use std::os::fd::AsFd;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use indicatif::HumanDuration;
@@ -74,6 +76,14 @@ pub(crate) fn out(text: &str) -> Result<(), Failure> {
         .write_all(text.as_bytes())
         .and_then(|()| stdout.flush())
         .map_err(Failure::Output)
+}
+
+/// Standard output for what a machine or a store gives, byte for byte: every write goes out at
+/// once and says itself whether it did. [`io::Stdout`] keeps what comes after the last newline,
+/// and drops the error if that cannot be written at the end.
+pub(crate) fn raw_stdout() -> Result<File, Failure> {
+    let stdout = io::stdout().as_fd().try_clone_to_owned();
+    stdout.map(File::from).map_err(Failure::Output)
 }
 
 /// A courtesy on standard error.

@@ -1,6 +1,6 @@
 //! A command on a terminal: raw mode, window size, and both given back whatever happens.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal, Read, Write};
 use std::sync::{Arc, Weak};
 use std::thread;
 
@@ -10,6 +10,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGWINCH};
 use signal_hook::iterator::Signals;
 
 use crate::failure::Failure;
+use crate::show::raw_stdout;
+
+/// The most bytes that are written to the terminal at once.
+const CHUNK: usize = 64 << 10;
 
 /// Standard input in raw mode: every key goes to the guest, whose terminal makes of it what it
 /// will (Ctrl-C interrupts the command there). Dropping it restores the mode.
@@ -66,6 +70,7 @@ pub(crate) fn run(exec: Exec, input: bool) -> Result<Status, Failure> {
         Some(term) => exec.env("TERM", term),
         None => exec,
     };
+    let mut stdout = raw_stdout()?;
     let mut child = exec.tty(window().unwrap_or_default()).spawn()?;
     let keys = child.stdin.take();
     let output = child.stdout.take();
@@ -91,12 +96,24 @@ pub(crate) fn run(exec: Exec, input: bool) -> Result<Status, Failure> {
         keys => drop(keys),
     }
     if let Some(mut output) = output {
-        let mut stdout = io::stdout().lock();
         // A terminal that went away ends the command by SIGHUP; what it still writes is lost.
-        let _ = io::copy(&mut output, &mut stdout).and_then(|_| stdout.flush());
+        let _ = pass_on(&mut output, &mut stdout);
     }
     handle.close();
     Ok(child.wait()?)
+}
+
+/// Writes what can be read as it comes, each piece at once: a prompt ends without a newline.
+fn pass_on(output: &mut dyn Read, terminal: &mut dyn Write) -> io::Result<()> {
+    let mut chunk = vec![0; CHUNK];
+    loop {
+        match output.read(&mut chunk) {
+            Ok(0) => return Ok(()),
+            Ok(count) => terminal.write_all(chunk.get(..count).unwrap_or_default())?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
 }
 
 /// Passes on changes of the window's size.
@@ -117,5 +134,48 @@ fn end(signals: &mut Signals, raw: &Weak<RawMode>) {
         }
         // As if we had never looked: the exit status says which signal it was.
         let _ = signal_hook::low_level::emulate_default_handler(signal);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::*;
+
+    /// Gives one piece with each read, and takes one with each write.
+    #[derive(Default)]
+    struct Pieces(VecDeque<Vec<u8>>);
+
+    impl Read for Pieces {
+        fn read(&mut self, mut buffer: &mut [u8]) -> io::Result<usize> {
+            match self.0.pop_front() {
+                Some(piece) if piece.is_empty() => Err(io::ErrorKind::Interrupted.into()),
+                Some(piece) => buffer.write(&piece),
+                None => Ok(0),
+            }
+        }
+    }
+
+    impl Write for Pieces {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.push_back(bytes.to_vec());
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn each_piece_goes_out_by_itself_and_whole() {
+        let pieces = [&b"Password: "[..], b"", b"a\nb\nc", &[b'x'; CHUNK], b"$ "];
+        let mut output = Pieces(pieces.map(<[u8]>::to_vec).into());
+        let mut terminal = Pieces::default();
+        pass_on(&mut output, &mut terminal).unwrap();
+        let written: Vec<_> = terminal.0.iter().map(Vec::as_slice).collect();
+        let expected: Vec<_> = pieces.into_iter().filter(|p| !p.is_empty()).collect();
+        assert!(written == expected);
     }
 }

@@ -8,6 +8,7 @@ use bantam::{Exec, Output, Status};
 
 use super::args::{CommandArgs, ContextArgs, OutputArgs};
 use crate::failure::Failure;
+use crate::show::raw_stdout;
 use crate::signals::Forwarding;
 use crate::terminal;
 
@@ -75,6 +76,8 @@ pub(super) fn perform(
     if args.tty {
         return terminal::run(exec, args.interactive).map(Done::Passed);
     }
+    // Had before the command runs: it fails where there are no descriptors left.
+    let mut stdout = raw_stdout()?;
     if args.interactive {
         exec = exec.stdin_reader(io::stdin());
     }
@@ -89,7 +92,7 @@ pub(super) fn perform(
         return Ok(Done::Kept(running.output()?));
     }
     running
-        .pipe(&mut io::stdout().lock(), &mut io::stderr())
+        .pipe(&mut stdout, &mut io::stderr())
         .map(|finished| Done::Passed(finished.status))
         .map_err(output_failure)
 }

@@ -12,7 +12,7 @@ use super::command::output_failure;
 use crate::Outcome;
 use crate::args::Global;
 use crate::failure::Failure;
-use crate::show::say;
+use crate::show::{raw_stdout, say};
 
 /// One end of a copy.
 #[derive(Debug, PartialEq, Eq)]
@@ -66,7 +66,7 @@ pub(super) fn cp(global: &Global, args: &CpArgs) -> Outcome {
             .copy_in_tar(&mut io::stdin().lock(), to)?,
         (End::There(name, from), End::Stream) => machines
             .connect(&name)?
-            .copy_out_tar(from, &mut io::stdout().lock(), &options)
+            .copy_out_tar(from, &mut raw_stdout()?, &options)
             .map_err(output_failure)?,
         _ => {
             return Err(Failure::Usage(

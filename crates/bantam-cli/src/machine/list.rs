@@ -1,7 +1,6 @@
 //! What is known of machines: lists, states, logs.
 
 use std::collections::BTreeMap;
-use std::io;
 
 use bantam::{LogOptions, MachineInfo, MachineState};
 use serde::Serialize;
@@ -9,7 +8,7 @@ use serde::Serialize;
 use super::args::{LogsArgs, LsArgs, NamedArgs, StatusArgs};
 use crate::Outcome;
 use crate::args::Global;
-use crate::show::{ago, columns, json, out, printable};
+use crate::show::{ago, columns, json, out, printable, raw_stdout};
 
 /// A machine in `ls --json` and `status --json`.
 #[derive(Serialize)]
@@ -142,7 +141,7 @@ pub(super) fn logs(global: &Global, args: &LogsArgs) -> Outcome {
     let name = args.name.resolve()?;
     global
         .machines()?
-        .logs(&name, options, &mut io::stdout().lock())
+        .logs(&name, options, &mut raw_stdout()?)
         .map_err(super::command::output_failure)?;
     Ok(0)
 }
