@@ -5,6 +5,8 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
@@ -220,6 +222,45 @@ in_shared_machine! {
             assert!(prompted.is_ok(), "{line} gave no prompt: {text}{}", run.stderr);
             assert!(run.code == 0 && text.contains(said), "{}: {text}", run.code);
         }
+    }
+
+    fn a_file_is_copied_into_what_is_there(home) {
+        let word = "copied";
+        assert_eq!(bash(home, &[], &format!("printf {word} >/tmp/out-file")).code, 0);
+        let dir = tempfile::tempdir_in(home.dir()).unwrap();
+        let from = format!("{SHARED}:/tmp/out-file");
+        let cp = |to: &Path| home.bantam(["cp", &from, to.to_str().unwrap()]);
+        let file = dir.path().join("file");
+        fs::write(&file, "longer than what comes").unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
+        fs::hard_link(&file, dir.path().join("other")).unwrap();
+        let run = cp(&file);
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, 0o600);
+        assert_eq!(fs::read_to_string(dir.path().join("other")).unwrap(), word);
+        // Standard output, by what the system calls it. (Not by /dev/stdout: were it replaced, it
+        // would be for everybody.)
+        for stdout in ["/dev/fd/1", "/proc/self/fd/1"] {
+            let run = cp(Path::new(stdout));
+            assert_eq!((run.code, run.text().as_str()), (0, word), "{}", run.stderr);
+        }
+        let fifo = dir.path().join("fifo");
+        assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+        let reader = thread::spawn({
+            let fifo = fifo.clone();
+            move || fs::read_to_string(fifo).unwrap()
+        });
+        let run = cp(&fifo);
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        assert_eq!(reader.join().unwrap(), word);
+        let link = dir.path().join("link");
+        symlink("file", &link).unwrap();
+        fs::write(&file, "old").unwrap();
+        let run = cp(&link);
+        assert!(run.code == 125 && run.stderr.contains("symbolic link"), "{}", run.stderr);
+        assert_eq!(fs::read_to_string(&file).unwrap(), "old");
+        assert_eq!(fs::read_link(&link).unwrap(), Path::new("file"));
+        assert_eq!(bash(home, &[], "rm /tmp/out-file").code, 0);
     }
 }
 

@@ -1,8 +1,9 @@
 //! Directory trees as tar archives, in both directions, whoever made them.
 //!
-//! [`pack`] writes a file or a directory as one archive; [`unpack`] makes files of one. Both
-//! sides of a machine use both: what one packs the other unpacks. Memory is bounded by the
-//! depth of a tree, by the names in its largest directory, and by what is remembered for the sake
+//! [`pack`] writes a file or a directory as one archive; [`unpack`] makes files of one, as does
+//! [`unpack_over`], which keeps a file that is there, and [`unpack_into`] writes its one file into
+//! something open. Both sides of a machine use both: what one packs the other unpacks. Memory is
+//! bounded by the depth of a tree, by the names in its largest directory, and by what is remembered for the sake
 //! of hard links: 64 MiB of names at most where files with several names are packed, and 2^20
 //! inode numbers where an archive is unpacked. What a file or an archive says of sizes bounds
 //! nothing.
@@ -29,11 +30,13 @@ mod pack;
 mod pax;
 mod reader;
 mod sys;
+mod through;
 mod unpack;
 
 pub use error::Error;
 pub use pack::{Source, pack};
-pub use unpack::{Place, Unpack, unpack};
+pub use through::unpack_into;
+pub use unpack::{Place, Unpack, unpack, unpack_over};
 
 /// The longest name of an entry and the longest target of a link, in bytes: what a path may
 /// have on Linux.

@@ -1,7 +1,7 @@
 //! From an archive to a tree.
 
 use std::collections::HashSet;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,7 +19,7 @@ use crate::dirs::Dirs;
 use crate::header::{Entry, Kind};
 use crate::names::{check_text, components};
 use crate::reader::Reader;
-use crate::{Error, Summary, sys};
+use crate::{Error, Summary, sys, through};
 
 /// Things that are known to be of the archive; those after so many are not: no
 /// hard link may lead to them, and a directory that the archive comes back to is as any other.
@@ -72,11 +72,35 @@ pub fn unpack(
     dir: OwnedFd,
     options: &Unpack<'_>,
 ) -> Result<Summary, Error> {
+    run::<false>(archive, dir, options)
+}
+
+/// As [`unpack`], but with [`Place::As`] a file goes into the one that is there, as with `cp`,
+/// which keeps its mode, its owner and its other names, but no set-user-ID bits unless with
+/// [`Unpack::owners`]. It gets the new contents when they have come as a whole, unless no file can
+/// be made beside it. A symbolic link that is there is an error, since an earlier archive may have
+/// brought it. Files below a directory of the archive take the place of others as ever.
+///
+/// # Errors
+/// As [`unpack`].
+pub fn unpack_over(
+    archive: &mut dyn Read,
+    dir: OwnedFd,
+    options: &Unpack<'_>,
+) -> Result<Summary, Error> {
+    run::<true>(archive, dir, options)
+}
+
+fn run<const OVER: bool>(
+    archive: &mut dyn Read,
+    dir: OwnedFd,
+    options: &Unpack<'_>,
+) -> Result<Summary, Error> {
     let links = dir.try_clone().map_err(|source| Error::File {
         path: options.shown.to_path_buf(),
         source,
     })?;
-    let mut unpacker = Unpacker {
+    let mut unpacker = Unpacker::<'_, OVER> {
         options,
         dirs: Dirs::new(dir),
         links: Dirs::new(links),
@@ -98,7 +122,9 @@ pub fn unpack(
     Ok(unpacker.summary)
 }
 
-struct Unpacker<'a> {
+/// With `OVER`, the one thing goes into a file that is there. It is known when this is compiled, so
+/// that the guest's agent is none the larger for it.
+struct Unpacker<'a, const OVER: bool> {
     options: &'a Unpack<'a>,
     dirs: Dirs,
     /// The way to what hard links lead to.
@@ -115,14 +141,14 @@ struct Unpacker<'a> {
 }
 
 #[derive(Clone, Copy)]
-struct Attributes {
+pub(crate) struct Attributes {
     mode: Mode,
-    owner: Option<(Uid, Gid)>,
+    pub(crate) owner: Option<(Uid, Gid)>,
     mtime: (i64, u32),
 }
 
 impl Attributes {
-    fn times(&self) -> Timestamps {
+    pub(crate) fn times(&self) -> Timestamps {
         Timestamps {
             last_access: Timespec {
                 tv_sec: 0,
@@ -136,7 +162,7 @@ impl Attributes {
     }
 
     /// Owner first: a change of owner takes set-user-ID away.
-    fn set(&self, fd: BorrowedFd<'_>) -> Result<(), Errno> {
+    pub(crate) fn set(&self, fd: BorrowedFd<'_>) -> Result<(), Errno> {
         if let Some((uid, gid)) = self.owner {
             fchown(fd, Some(uid), Some(gid))?;
         }
@@ -145,7 +171,7 @@ impl Attributes {
     }
 }
 
-impl Unpacker<'_> {
+impl<const OVER: bool> Unpacker<'_, OVER> {
     fn take(&mut self, entry: &Entry, reader: &mut Reader<'_>) -> Result<(), Error> {
         let name = self.place(&entry.name)?;
         let Some((last, parents)) = name.split_last() else {
@@ -305,10 +331,26 @@ impl Unpacker<'_> {
         entry: &Entry,
         reader: &mut Reader<'_>,
     ) -> Result<(), Error> {
-        let failed = self.failed(name);
+        let (failed, path) = (self.failed(name), self.path(name));
         let attributes = self.attributes(entry);
         let last = OsStr::from_bytes(last);
         let parent = self.dirs.current().map_err(&failed)?;
+        if OVER
+            && name.len() == 1
+            && let Some(there) = through::existing(parent, last, &path)?
+        {
+            let content = through::Content {
+                reader,
+                buffer: &mut self.buffer,
+                attributes: &attributes,
+            };
+            let stat = content
+                .write(there, parent, &failed)
+                .and_then(|there| fstat(&there).map_err(&failed))?;
+            self.summary.bytes += entry.size;
+            self.remember(&stat);
+            return Ok(());
+        }
         let (fd, temporary) = create(parent, last).map_err(&failed)?;
         let written = temporary.as_deref().unwrap_or(last);
         let mut file = File::from(fd);
@@ -448,7 +490,7 @@ impl Unpacker<'_> {
         path
     }
 
-    fn failed(&self, name: &[&[u8]]) -> impl Fn(Errno) -> Error + use<> {
+    fn failed(&self, name: &[&[u8]]) -> impl Fn(Errno) -> Error + use<OVER> {
         let path = self.path(name);
         move |error| Error::file(path.clone())(error)
     }
@@ -456,13 +498,8 @@ impl Unpacker<'_> {
 
 /// Creates a file to write: at `name` if nothing is there, else beside it, under the name that is
 /// given back.
-fn create(
-    parent: BorrowedFd<'_>,
-    name: &OsStr,
-) -> Result<(OwnedFd, Option<std::ffi::OsString>), Errno> {
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let open = |name: &OsStr| openat(parent, name, flags, Mode::RUSR | Mode::WUSR);
-    match open(name) {
+fn create(parent: BorrowedFd<'_>, name: &OsStr) -> Result<(OwnedFd, Option<OsString>), Errno> {
+    match open_new(parent, name) {
         Ok(fd) => return Ok((fd, None)),
         Err(Errno::EXIST) => {}
         Err(error) => return Err(error),
@@ -471,11 +508,21 @@ fn create(
     if FileType::from_raw_mode(there.st_mode) == FileType::Directory {
         return Err(Errno::ISDIR);
     }
+    create_beside(parent).map(|(fd, temporary)| (fd, Some(temporary)))
+}
+
+fn open_new(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat(parent, name, flags, Mode::RUSR | Mode::WUSR)
+}
+
+/// Creates a file to write and read under a name that nothing has.
+pub(crate) fn create_beside(parent: BorrowedFd<'_>) -> Result<(OwnedFd, OsString), Errno> {
     let mut number = std::process::id();
     for _ in 0..MAX_TEMPORARIES {
-        let temporary = std::ffi::OsString::from(format!(".bantam-copy-{number}"));
-        match open(&temporary) {
-            Ok(fd) => return Ok((fd, Some(temporary))),
+        let temporary = OsString::from(format!(".bantam-copy-{number}"));
+        match open_new(parent, &temporary) {
+            Ok(fd) => return Ok((fd, temporary)),
             Err(Errno::EXIST) => number = number.wrapping_add(1),
             Err(error) => return Err(error),
         }
@@ -484,8 +531,8 @@ fn create(
 }
 
 /// Writes what is left of the current entry.
-fn fill(
-    file: &mut File,
+pub(crate) fn fill(
+    file: &mut dyn Write,
     reader: &mut Reader<'_>,
     buffer: &mut [u8],
     failed: &impl Fn(Errno) -> Error,

@@ -312,9 +312,20 @@ impl Machine {
     /// are not followed below it, and no devices are made.
     ///
     /// Nor is a symbolic link that `to` itself names, since an earlier copy may have brought it:
-    /// one to a file, or to nothing, is replaced by a file, and one to a directory is refused
-    /// unless a slash comes after it. The directories before the last component of `to` are the
-    /// caller's own, and are followed.
+    /// a link takes its place, a file is refused, and one to a directory is refused unless a
+    /// slash comes after it. Links in `/dev` and `/proc` are the system's own, and are followed. The
+    /// directories before the last component of `to` are the caller's own, and are followed.
+    ///
+    /// A single file goes *into* what is there already, as with `cp`:
+    ///
+    /// * a file keeps its mode, its owner and its other names, but no set-user-ID bits, unless
+    ///   owners are kept. It gets the new contents when they have come as a whole: a guest that
+    ///   fails leaves the old ones. Until then they are in an unnamed file beside it; where none
+    ///   can be made they go straight in;
+    /// * a device gets the bytes, and so does a FIFO, whose reader is waited for, for a minute;
+    /// * `/dev/stdout` and `/dev/fd/1` are this process's standard output, where it stands.
+    ///
+    /// Files below a directory that is copied take the place of those that are there.
     ///
     /// Modes lose the bits of the process's umask, unless owners are kept.
     ///

@@ -399,8 +399,9 @@ pub(crate) struct LogsArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 A directory is copied with all that is in it: to a new DST, or into a DST that is a directory;
-SRC/. copies what is in SRC. With - as DST a tar archive goes to standard output, with - as SRC one
-is read from standard input and unpacked in the directory DST.")]
+SRC/. copies what is in SRC. On this side a file goes into a DST that is a file, a device or a FIFO,
+as with cp; a DST that is a symbolic link is not followed. With - as DST a tar archive goes to
+standard output, with - as SRC one is read from standard input and unpacked in the directory DST.")]
 pub(crate) struct CpArgs {
     /// Keep numeric owners and set-user-ID bits (on this side, that takes root)
     #[arg(short, long)]

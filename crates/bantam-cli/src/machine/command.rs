@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 
-use bantam::{Exec, Output, Status};
+use bantam::{ArchiveError, Exec, Output, Status};
 
 use super::args::{CommandArgs, ContextArgs, OutputArgs};
 use crate::failure::Failure;
@@ -100,7 +100,10 @@ pub(super) fn perform(
 /// A closed standard output is the reader's choice, not an error to explain.
 pub(super) fn output_failure(error: bantam::Error) -> Failure {
     match error {
-        bantam::Error::Io { source, .. } if source.kind() == io::ErrorKind::BrokenPipe => {
+        bantam::Error::Io { source, .. }
+        | bantam::Error::Archive(ArchiveError::File { source, .. })
+            if source.kind() == io::ErrorKind::BrokenPipe =>
+        {
             Failure::Output(source)
         }
         other => other.into(),

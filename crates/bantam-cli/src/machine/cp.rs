@@ -58,9 +58,10 @@ pub(super) fn cp(global: &Global, args: &CpArgs) -> Outcome {
         (End::Here(from), End::There(name, to)) => {
             machines.connect(&name)?.copy_in(from, to, &options)?
         }
-        (End::There(name, from), End::Here(to)) => {
-            machines.connect(&name)?.copy_out(from, to, &options)?
-        }
+        (End::There(name, from), End::Here(to)) => machines
+            .connect(&name)?
+            .copy_out(from, to, &options)
+            .map_err(output_failure)?,
         (End::Stream, End::There(name, to)) => machines
             .connect(&name)?
             .copy_in_tar(&mut io::stdin().lock(), to)?,

@@ -4,17 +4,20 @@
 //! does on its side what this does here. What comes out of a machine is hostile, and is taken
 //! apart as such.
 
+mod special;
 #[cfg(test)]
 mod tests;
 
 use std::ffi::OsStr;
-use std::fs::DirBuilder;
+use std::fs::{DirBuilder, File};
 use std::io::{self, BufWriter, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-use bantam_archive::{Error as ArchiveError, Place, Source, Unpack, pack, unpack};
+use bantam_archive::{
+    Error as ArchiveError, Place, Source, Summary, Unpack, pack, unpack_into, unpack_over,
+};
 use bantam_protocol::{HostExec, MAX_DATA_LEN, ReadTree, TreePlace, TreeSummary, WriteTree};
 use rustix::fs::{Mode, OFlags};
 
@@ -123,17 +126,11 @@ pub(crate) fn copy_out(
     archive.fill()?;
     let target = Target::find(to, own_name(from))?;
     let dir = target.open()?;
-    let unpacking = Unpack {
-        place: target
-            .name
-            .as_deref()
-            .map_or(Place::Below, |name| Place::As(OsStr::from_bytes(name))),
-        must_be_directory: target.must_be_directory,
-        owners: options.owners,
-        umask: true,
-        shown: &target.dir,
+    let made = match target.special(dir.as_fd())? {
+        Some((mut sink, path)) => unpack_into(&mut archive, &mut sink, &path),
+        None => target.unpack(&mut archive, dir, options),
     };
-    let made = match unpack(&mut archive, dir, &unpacking) {
+    let made = match made {
         Ok(made) => made,
         Err(error) => return Err(archive.error.take().unwrap_or_else(|| error.into())),
     };
@@ -237,7 +234,7 @@ impl Target {
     /// What `to` means for a thing of that name, or for what is in a directory.
     ///
     /// A symbolic link at the end of `to` may be one that an earlier copy out of the same machine
-    /// made: it is replaced or refused, and followed only if a slash comes after it, which says
+    /// made: it is replaced by a link, refused to a file, and followed only if a slash comes after it, which says
     /// that the user knows that it is more than a name. (`lstat` and `open` see it that way by
     /// themselves.) The directories before it are the user's own, links or not.
     fn find(to: &Path, name: Option<Vec<u8>>) -> Result<Self, Error> {
@@ -295,6 +292,37 @@ impl Target {
                 })
             }
         }
+    }
+
+    /// What the one thing is to be written into if that is neither made nor a file, and its path.
+    fn special(&self, dir: BorrowedFd<'_>) -> Result<Option<(File, PathBuf)>, Error> {
+        let Some(name) = self.name.as_deref().map(OsStr::from_bytes) else {
+            return Ok(None);
+        };
+        let path = self.dir.join(name);
+        match special::open(dir, &self.dir, name) {
+            Ok(sink) => Ok(sink.map(|sink| (sink, path))),
+            Err(source) => Err(Error::Archive(ArchiveError::File { path, source })),
+        }
+    }
+
+    fn unpack(
+        &self,
+        archive: &mut dyn Read,
+        dir: OwnedFd,
+        options: &CopyOptions,
+    ) -> Result<Summary, ArchiveError> {
+        let unpacking = Unpack {
+            place: self
+                .name
+                .as_deref()
+                .map_or(Place::Below, |name| Place::As(OsStr::from_bytes(name))),
+            must_be_directory: self.must_be_directory,
+            owners: options.owners,
+            umask: true,
+            shown: &self.dir,
+        };
+        unpack_over(archive, dir, &unpacking)
     }
 
     fn open(&self) -> Result<OwnedFd, Error> {
