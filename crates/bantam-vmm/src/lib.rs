@@ -34,4 +34,4 @@ pub use error::VmmError;
 pub use inherited::inherit_nothing;
 pub use peer::peer_process;
 pub use timeline::{Phase, Timeline};
-pub use vm::{ExitCause, Vm};
+pub use vm::{ExitCause, Halted, Vm};

@@ -1,5 +1,6 @@
 //! A running virtual machine, whichever engine runs it.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -26,21 +27,31 @@ pub enum ExitCause {
 
 /// Set once, when the machine has ended; the engine's threads are gone by then.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct ExitLatch(Arc<(Mutex<Option<ExitCause>>, Condvar)>);
+pub(crate) struct ExitLatch(Arc<(Mutex<Option<ExitCause>>, Condvar, AtomicBool)>);
 
 impl ExitLatch {
     pub(crate) fn set(&self, cause: ExitCause) {
-        let (slot, changed) = &*self.0;
+        let (slot, changed, halted) = &*self.0;
+        let cause = match cause {
+            ExitCause::Killed if halted.load(Ordering::Acquire) => ExitCause::GuestShutdown,
+            cause => cause,
+        };
         slot.lock()
             .unwrap_or_else(PoisonError::into_inner)
             .get_or_insert(cause);
         changed.notify_all();
     }
 
+    /// The guest has shut down: whoever kills the machine from now on only clears away.
+    fn halted(&self) {
+        let (.., halted) = &*self.0;
+        halted.store(true, Ordering::Release);
+    }
+
     pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<ExitCause> {
         // A timeout beyond what the clock can tell is none.
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let (slot, changed) = &*self.0;
+        let (slot, changed, _) = &*self.0;
         let mut cause = slot.lock().unwrap_or_else(PoisonError::into_inner);
         while cause.is_none() {
             cause = match deadline {
@@ -76,6 +87,31 @@ pub(crate) trait Kill: Send + Sync {
     fn kill(&self);
 }
 
+/// Ends a machine whose guest has come to its end without the machine's: Linux that powers off or
+/// halts stops its CPUs for good, and no engine hears of that.
+#[derive(Clone)]
+pub struct Halted {
+    machine: Arc<dyn Kill>,
+    exit: ExitLatch,
+}
+
+impl std::fmt::Debug for Halted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Halted").finish_non_exhaustive()
+    }
+}
+
+impl Halted {
+    /// Waits `patience` for the machine to end by itself, then ends it. Either is
+    /// [`ExitCause::GuestShutdown`].
+    pub fn end(&self, patience: Duration) {
+        if self.exit.wait(Some(patience)).is_none() {
+            self.exit.halted();
+            self.machine.kill();
+        }
+    }
+}
+
 /// What an engine gives back for a started machine.
 pub(crate) struct Running {
     pub(crate) machine: Box<dyn Kill>,
@@ -98,7 +134,7 @@ pub struct Vm {
     network: Option<Network>,
     console: ConsoleLog,
     exit: ExitLatch,
-    machine: Box<dyn Kill>,
+    machine: Arc<dyn Kill>,
     supervisor: Option<JoinHandle<()>>,
 }
 
@@ -140,7 +176,7 @@ impl Vm {
             network,
             console,
             exit,
-            machine: running.machine,
+            machine: Arc::from(running.machine),
             supervisor: Some(running.supervisor),
         })
     }
@@ -174,6 +210,15 @@ impl Vm {
     #[must_use]
     pub fn wait(&self, timeout: Option<Duration>) -> Option<ExitCause> {
         self.exit.wait(timeout)
+    }
+
+    /// What ends the machine once its guest is known to have halted. It does not keep the machine.
+    #[must_use]
+    pub fn halted(&self) -> Halted {
+        Halted {
+            machine: Arc::clone(&self.machine),
+            exit: self.exit.clone(),
+        }
     }
 
     /// Ends the machine now, without asking the guest, and waits until it is gone.
@@ -241,6 +286,47 @@ mod tests {
         latch.set(ExitCause::GuestShutdown);
         latch.set(ExitCause::Killed);
         assert_eq!(latch.wait(None), Some(ExitCause::GuestShutdown));
+    }
+
+    /// A machine that ends only when it is killed.
+    struct Stays(ExitLatch);
+
+    impl Kill for Stays {
+        fn kill(&self) {
+            self.0.set(ExitCause::Killed);
+        }
+    }
+
+    fn halted(exit: &ExitLatch) -> Halted {
+        Halted {
+            machine: Arc::new(Stays(exit.clone())),
+            exit: exit.clone(),
+        }
+    }
+
+    #[test]
+    fn a_guest_that_halted_has_shut_down_however_its_machine_is_ended() {
+        let exit = ExitLatch::default();
+        halted(&exit).end(Duration::ZERO);
+        assert_eq!(exit.wait(None), Some(ExitCause::GuestShutdown));
+    }
+
+    #[test]
+    fn a_machine_that_ends_by_itself_meanwhile_keeps_its_cause() {
+        let exit = ExitLatch::default();
+        let failed = ExitCause::Failed("on purpose".to_owned());
+        let ender = {
+            let halted = halted(&exit);
+            std::thread::spawn(move || halted.end(Duration::MAX))
+        };
+        exit.set(failed.clone());
+        ender.join().unwrap();
+        assert_eq!(exit.wait(None), Some(failed));
+        // Nor is one that was killed before a guest that shut down.
+        let exit = ExitLatch::default();
+        exit.set(ExitCause::Killed);
+        halted(&exit).end(Duration::ZERO);
+        assert_eq!(exit.wait(None), Some(ExitCause::Killed));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The control stream: how a guest comes up and how it is asked to end.
 
 use std::io;
+use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -113,6 +114,11 @@ impl Control {
         self.send(&message, Duration::ZERO)
     }
 
+    /// The stream, to see when the guest hangs up.
+    pub(crate) fn stream(&self) -> io::Result<UnixStream> {
+        self.sender.stream().try_clone()
+    }
+
     /// Sends a message, or nothing if the guest does not take it within `limit`.
     fn send(&self, message: &HostControl, limit: Duration) -> io::Result<()> {
         let bytes = message.encode().map_err(io::Error::other)?;
@@ -183,7 +189,6 @@ fn mark_boot(timeline: &Timeline, hello: &Hello) {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixStream;
     use std::sync::{Arc, mpsc};
     use std::thread;
 

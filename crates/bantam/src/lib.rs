@@ -28,7 +28,6 @@
 mod builder;
 mod capped;
 mod child;
-mod clock;
 mod command;
 mod confine;
 mod control;
@@ -49,6 +48,7 @@ mod spec;
 mod started;
 mod status;
 mod transfer;
+mod watch;
 mod wire;
 
 pub use bantam_archive::Error as ArchiveError;

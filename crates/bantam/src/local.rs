@@ -13,16 +13,21 @@ use bantam_virtio::vsock::{ConnectionId, Opened};
 use bantam_vmm::{Disk, EngineKind, ExitCause, GuestKernel, MemorySize, Timeline, Vm, VmConfig};
 
 use crate::Error;
-use crate::clock::ClockWatch;
 use crate::control::{Control, HelloError};
 use crate::host::{CONSOLE_LINES, Ended, ExecStream, Host};
 use crate::spec::Spec;
+use crate::watch::{GuestWatch, News};
 
 /// Characters of the longest host name that Linux takes.
 const HOST_NAME_MAX: usize = 64;
 
 /// Characters of a kernel's release that are kept; Linux has room for 64.
 const MAX_RELEASE: usize = 64;
+
+/// How long a guest may take from the end of its control stream to the end of its machine. One that
+/// reboots needs a moment for it. One that powers off or halts never gets there: there is nothing that
+/// it could switch off with.
+const HALT_LIMIT: Duration = Duration::from_millis(500);
 
 /// A virtual machine of this process, and the control stream of its agent. It ends with its
 /// owner: the engine's threads are this process's, and the kernel kills QEMU with them.
@@ -31,7 +36,8 @@ pub(crate) struct Local {
     vm: Vm,
     kernel_release: String,
     control: Arc<Control>,
-    _clock: Option<ClockWatch>,
+    /// Ends after the machine, whose end frees it from whatever it waits for.
+    _watch: GuestWatch,
 }
 
 /// What is needed to boot beside the description of the machine.
@@ -81,31 +87,35 @@ impl Local {
         let hostname: String = hostname.take(HOST_NAME_MAX).collect();
         let guest_network = network.map(|(network, config)| network.guest(&config));
         match Control::accept(&listener, boot.timeout, &hostname, guest_network, timeline) {
-            Ok(control) => Ok(Arc::new(Self::new(vm, control))),
+            Ok(control) => Self::new(vm, control).map(Arc::new),
             Err(HelloError::Library(error)) => Err(error),
             Err(HelloError::Failed(reason)) => Err(boot_error(&vm, reason)),
         }
     }
 
-    fn new(vm: Vm, control: Control) -> Self {
+    fn new(vm: Vm, control: Control) -> Result<Self, Error> {
+        const CANNOT: &str = "cannot watch the guest";
         // The guest's word, which people are shown.
         let printable = |c: &char| c.is_ascii_graphic();
         let release = control.hello.kernel_release.chars();
         let kernel_release = release.filter(printable).take(MAX_RELEASE).collect();
+        let stream = control.stream().map_err(Error::io(CANNOT))?;
         let control = Arc::new(control);
         let told = Arc::clone(&control);
-        let clock = ClockWatch::start(move || {
+        let halted = vm.halted();
+        let watch = GuestWatch::start(stream.into(), move |news| match news {
             // A guest that cannot be told is at its end, or has no use for the time.
-            let _ = told.set_clock();
+            News::Clock => drop(told.set_clock()),
+            // The agent never hangs up, and a kernel that goes down resets its devices. It may be
+            // us who hung up: then all is written back, and the guest is about to go.
+            News::HungUp => halted.end(HALT_LIMIT),
         });
-        Self {
+        Ok(Self {
             vm,
             kernel_release,
             control,
-            _clock: clock
-                .inspect_err(|error| tracing::warn!(%error, "cannot watch the clock"))
-                .ok(),
-        }
+            _watch: watch.map_err(Error::io(CANNOT))?,
+        })
     }
 
     /// Waits for the end of the machine; `None` if it still runs after `timeout`.

@@ -23,6 +23,10 @@ use crate::{Error, Exec, GuestStats, Home, MachineBuilder, MachineInfo, Machines
 /// It is generous: an emulated guest on a busy host is slow.
 pub(crate) const REQUEST_LIMIT: Duration = Duration::from_secs(60);
 
+/// How long after the guest has hung up its machine's end is waited for: longer than a guest that
+/// halts has ([`Local`](crate::local::Local)).
+const END_LIMIT: Duration = Duration::from_secs(3);
+
 /// A running machine.
 ///
 /// One that was started without a name runs in this process: dropping it ends it at once, and it
@@ -124,7 +128,7 @@ impl Inner {
     /// The error for a stream that ended by itself. The streams of a machine that ends close a
     /// moment before its exit is known.
     pub(crate) fn died(&self, what: String) -> Error {
-        match self.host.ended(Duration::from_millis(500)) {
+        match self.host.ended(END_LIMIT) {
             Some(ended) => Error::MachineDied {
                 what,
                 cause: ended.cause,

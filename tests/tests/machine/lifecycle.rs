@@ -71,6 +71,28 @@ tests_with_home! {
         home.delete("m");
     }
 
+    fn a_guest_that_ends_by_itself_ends_its_machine_however_it_does(home) {
+        home.create("m", &[]);
+        for how in ["poweroff", "halt", "reboot"] {
+            home.ok(["start", "-n", "m"]);
+            home.sh("m", &format!("echo {how} > /root/how; sync"));
+            let run = home.exec("m", &format!("busybox {how} -f; sleep 1000"));
+            assert_eq!(run.code, 125, "{how}: {}", run.stderr);
+            assert!(run.stderr.contains("the guest shut down"), "{how}: {}", run.stderr);
+            home.wait_for_no_process();
+            let machine = home.find("m").unwrap();
+            assert_eq!(machine["state"], "stopped", "{how}: {machine}");
+            let reason = machine["state_reason"].as_str().unwrap();
+            assert!(reason.contains("the guest shut down"), "{how}: {machine}");
+            let said = home.fails(["exec", "-n", "m", "--", "true"]);
+            assert!(said.contains("not running"), "{how}: {said}");
+            home.ok(["start", "-n", "m"]);
+            assert_eq!(home.sh("m", "cat /root/how"), format!("{how}\n"));
+            home.ok(["stop", "-n", "m"]);
+        }
+        home.delete("m");
+    }
+
     fn settings_reach_every_command_and_can_be_changed(home) {
         home.create("m", &[
             "-e", "A=1 one", "-e", "B=2", "-w", "/tmp", "-u", "1234:567", "--label", "k=v",
