@@ -358,3 +358,33 @@ fn two_machines_do_not_write_to_one_disk() {
     let second = bench.start();
     assert_eq!(sh(&second, "cat /file"), "alive\n");
 }
+
+#[test]
+fn a_disk_that_its_guest_filled_can_be_emptied_after_the_next_boot() {
+    let test = "a_disk_that_its_guest_filled_can_be_emptied_after_the_next_boot";
+    let Some(bench) = Bench::new(test, 1) else {
+        return;
+    };
+    // Blocks that nobody writes to, for which the host needs no room.
+    let fill_blocks = "mkdir -p /full; for mib in 512 256 128 64 32 16 8 4 2 1; do
+        busybox fallocate -l $((mib << 20)) /full/$mib; done 2>/dev/null
+        while echo x > /full/x$((n++)); do :; done 2>/dev/null; true";
+    let fill_inodes = "mkdir -p /full; cd /full
+        busybox seq 1 70000 | busybox xargs busybox touch 2>/dev/null; true";
+    // Again and again: the reserve must be there each time.
+    for fill in [fill_blocks, fill_inodes, fill_blocks] {
+        let machine = bench.start();
+        sh(&machine, fill);
+        let full = "echo more > /more";
+        let out = machine.exec(["bash", "-c", full]).output().unwrap();
+        assert!(!out.status.success(), "there was room after {fill}");
+        stop(&machine);
+
+        let machine = bench.start();
+        let left =
+            "rm -rf /full /more && echo again > /file && cat /file && ls / | grep -c full || true";
+        assert_eq!(sh(&machine, left), "again\n0\n", "{fill}");
+        stop(&machine);
+        assert!(bench.is_clean());
+    }
+}

@@ -15,6 +15,7 @@ use nix::sys::socket::{
     socket,
 };
 use nix::sys::stat::Mode;
+use nix::sys::statvfs::{FsFlags, statvfs};
 use nix::sys::utsname::uname;
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::{chdir, chroot, dup2_stderr, mkdir};
@@ -36,6 +37,10 @@ const ROOT: &str = "/root";
 ///   else writes to the upper directory or exports it.
 const OVERLAY_OPTIONS: &str = "lowerdir=/lower,upperdir=/disk/upper,workdir=/disk/work,\
     redirect_dir=on,xino=on,index=off,metacopy=off";
+
+/// What most likely keeps an overlay from a disk that could be mounted.
+const FULL: &str = "the machine's disk is full, or is damaged \
+    (a larger one has room: `bantam machine update --storage`)";
 
 /// A step of the boot that failed.
 #[derive(Debug, thiserror::Error)]
@@ -118,13 +123,10 @@ fn mount_root() -> Result<Option<Disk>, StepFailed> {
     occupy_standard_descriptors().map_err(StepFailed::at("open /dev/null"))?;
     mount_at(IMAGE, LOWER, "erofs", MsFlags::MS_RDONLY, "")?;
     let disk = mount_upper()?;
-    mount_at(
-        "overlay",
-        ROOT,
-        "overlay",
-        MsFlags::empty(),
-        OVERLAY_OPTIONS,
-    )?;
+    mount_overlay().map_err(|failed| match disk {
+        Some(_) => failed.explained(FULL),
+        None => failed,
+    })?;
     move_mount("/dev", "/root/dev")?;
     // As switch_root does; the initramfs itself cannot be unmounted.
     chdir(ROOT).map_err(StepFailed::at("enter the root filesystem"))?;
@@ -134,6 +136,19 @@ fn mount_root() -> Result<Option<Disk>, StepFailed> {
     mount_at("sysfs", "/sys", "sysfs", flags, "")?;
     cpus::bring_up();
     Ok(disk)
+}
+
+/// A root that is read-only is of no use: nothing in it can make room either.
+fn mount_overlay() -> Result<(), StepFailed> {
+    let none = MsFlags::empty();
+    mount_at("overlay", ROOT, "overlay", none, OVERLAY_OPTIONS)?;
+    let flags = statvfs(ROOT).map(|root| root.flags());
+    match flags.map_err(StepFailed::at("look at the root filesystem"))? {
+        flags if flags.contains(FsFlags::ST_RDONLY) => Err(StepFailed::at(
+            "make the root filesystem writable",
+        )(Errno::EROFS)),
+        _ => Ok(()),
+    }
 }
 
 /// Mounts what the overlay writes to: the disk if there is one, else memory.

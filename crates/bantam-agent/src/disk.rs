@@ -7,13 +7,14 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, open};
+use nix::fcntl::{OFlag, open, openat};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::Mode;
 use nix::unistd::{AccessFlags, access, chdir, chroot, fchdir};
 
 use crate::boot::{StepFailed, mount_at};
 use crate::log;
+use crate::reserve::{self, GivenWay};
 use crate::sys::disk::{freeze, resize_ext4};
 
 /// The second disk; without one what is written stays in memory.
@@ -34,6 +35,8 @@ const LEAST_GROWTH: u64 = 128 << 20;
 pub(crate) struct Disk {
     /// The initramfs's root, from where the mount can still be reached after the boot.
     initramfs: OwnedFd,
+    /// It was full, and what was kept for that case gave way.
+    given_way: Option<GivenWay>,
 }
 
 /// Mounts the disk if there is one, and grows what is on it to the disk's size.
@@ -54,8 +57,17 @@ pub(crate) fn mount_disk() -> Result<Option<Disk>, StepFailed> {
     if let Err(error) = grow() {
         log(&format!("grow the disk: {error}"));
     }
+    // The mount of the overlay tells whether it did without.
+    let disk = open_dir_for_reading(MOUNT_POINT).map_err(StepFailed::at("open the disk"))?;
+    let given_way = reserve::give_way(&disk).unwrap_or_else(|error| {
+        log(&format!("free the disk's reserve: {error}"));
+        None
+    });
     let initramfs = open_dir("/").map_err(StepFailed::at("open the initramfs"))?;
-    Ok(Some(Disk { initramfs }))
+    Ok(Some(Disk {
+        initramfs,
+        given_way,
+    }))
 }
 
 /// Grows the file system if the disk is larger. Costs three system calls if it is not.
@@ -95,6 +107,20 @@ fn size_of(superblock: &[u8; SUPERBLOCK_LEN]) -> (u64, u64) {
 }
 
 impl Disk {
+    /// Keeps room for the next boot, as far as there is any.
+    pub(crate) fn keep_reserve(&self) {
+        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+        // In the initramfs, where the disk is mounted.
+        let path = MOUNT_POINT.trim_start_matches('/');
+        let disk = openat(&self.initramfs, path, flags, Mode::empty());
+        if let Err(error) = disk.and_then(|disk| reserve::keep(&disk)) {
+            log(&format!("keep a reserve on the disk: {error}"));
+        }
+        if let Some(Err(error)) = self.given_way.as_ref().map(GivenWay::take_back) {
+            log(&format!("have ext4 keep back what it did: {error}"));
+        }
+    }
+
     /// Leaves the image's file system with everything mounted below it, and makes the disk
     /// read-only, which writes back the rest. The processes are gone by now; this one can do
     /// nothing afterwards but power off.

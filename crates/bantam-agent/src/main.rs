@@ -25,6 +25,7 @@ mod files;
 mod lookup;
 mod network;
 mod paths;
+mod reserve;
 mod server;
 mod setup;
 mod start;
@@ -90,6 +91,9 @@ fn be_init() -> Result<(), StepFailed> {
             return Err(failed);
         }
     };
+    if let Some(disk) = &disk {
+        disk.keep_reserve();
+    }
     let mut server = Server::new(Listener::Vsock(listener), Some(control), cgroups)
         .map_err(StepFailed::at("set up the event loop"))?;
     let End::Shutdown { grace } = server.run().map_err(StepFailed::at("wait for events"))?;
