@@ -306,16 +306,22 @@ impl MachineBuilder {
     }
 
     /// Resolves the image, boots the machine and returns when its agent answers. A machine with
-    /// a name is made first.
+    /// a name is made first, and its workload runs at the return.
     ///
     /// # Errors
-    /// [`Error`] says which step failed; nothing is left running then, and no record.
+    /// [`Error`] says which step failed, the start of the workload among them; nothing is left running
+    /// then, and no record.
     pub fn start(self) -> Result<Machine, Error> {
         if let Some(name) = &self.name {
             let name = MachineName::parse(name)?;
             let (machines, boot_timeout) = (self.machines()?, self.boot_timeout);
             self.create()?;
-            return machines.start_within(&name, boot_timeout).inspect_err(|_| {
+            let started = machines.start_to_work(&name, boot_timeout);
+            let started = started.and_then(|(machine, refused)| match refused {
+                None => Ok(machine),
+                Some(error) => Err(error),
+            });
+            return started.inspect_err(|_| {
                 // The error that the caller gets says more than one about removing would.
                 let _ = machines.delete(&name);
             });

@@ -9,6 +9,10 @@ use bantam_vmm::VmmError;
 
 use crate::MachineName;
 
+/// Codes that exit codes are told by, too.
+const COMMAND_NOT_FOUND: &str = "command_not_found";
+const COMMAND_NOT_EXECUTABLE: &str = "command_not_executable";
+
 /// What can fail between a call and its result.
 ///
 /// A message starts with what failed; [`Error::hint`] says what to do about it.
@@ -343,8 +347,8 @@ impl Error {
             Self::Boot { .. } => "boot",
             Self::AgentVersion { .. } => "agent_version",
             Self::Start { kind, .. } => match kind {
-                StartFailedKind::NotFound => "command_not_found",
-                StartFailedKind::NotExecutable => "command_not_executable",
+                StartFailedKind::NotFound => COMMAND_NOT_FOUND,
+                StartFailedKind::NotExecutable => COMMAND_NOT_EXECUTABLE,
                 StartFailedKind::BadWorkingDir => "bad_working_dir",
                 StartFailedKind::BadUser => "bad_user",
                 StartFailedKind::Internal => "start_failed",
@@ -390,6 +394,9 @@ impl Error {
                 kind: StartFailedKind::NotExecutable,
                 ..
             } => 126,
+            // A workload's that its machine's process could not start.
+            Self::Remote { code, .. } if code == COMMAND_NOT_FOUND => 127,
+            Self::Remote { code, .. } if code == COMMAND_NOT_EXECUTABLE => 126,
             _ => 125,
         }
     }

@@ -116,13 +116,38 @@ tests_with_home! {
 
     fn a_workload_that_cannot_be_started_is_said_to_have_failed(home) {
         home.create("m", &["--", "no-such-program"]);
-        home.ok(["start", "-n", "m"]);
-        eventually(LIMIT, "the workload's end", || {
+        for command in ["start", "restart"] {
+            let run = home.bantam([command, "-n", "m"]);
+            assert_eq!(run.code, 0, "{}", run.stderr);
+            assert!(run.stderr.contains("warning: its workload does not run"), "{}", run.stderr);
+            assert!(run.stderr.contains("no-such-program"), "{}", run.stderr);
+            // It was known when the command returned; the machine stays, to be mended.
             let machine = home.find("m").unwrap();
-            let ended = machine["workload_exit_code"] == 127;
-            if ended { Ok(()) } else { Err(machine.to_string()) }
-        });
-        assert_eq!(home.state("m"), "running");
+            assert_eq!(machine["workload_exit_code"], 127, "{machine}");
+            assert_eq!(machine["state"], "running", "{machine}");
+        }
+        home.sh("m", "ln -s /bin/busybox /usr/local/bin/no-such-program || \
+                      { mkdir -p /usr/local/bin; ln -s /bin/busybox /usr/local/bin/no-such-program; }");
+        let run = home.bantam(["restart", "-n", "m"]);
+        assert!(!run.stderr.contains("warning"), "{}", run.stderr);
         home.delete("m");
+    }
+
+    fn run_detached_of_what_cannot_be_executed_fails_as_in_the_foreground_and_leaves_nothing(home) {
+        for rm in [&[][..], &["--rm"]] {
+            let options = [&["-n", "bg"][..], rm].concat();
+            for (command, code) in [("no-such-program", 127), ("/etc", 126)] {
+                let run = home.bantam(run_detached(&home, &options, &[command]));
+                assert_eq!(run.code, code, "{}", run.stderr);
+                assert!(run.stderr.contains(&format!("cannot run '{command}'")), "{}", run.stderr);
+                assert_eq!(run.text(), "");
+                assert_eq!(home.state("bg"), "none");
+                home.wait_for_no_process();
+            }
+        }
+        // What was executed and ended with such a code was executed.
+        let args = run_detached(&home, &["-n", "bg"], &["bash", "-c", "exit 127"]);
+        assert!(home.ok(args).starts_with("Machine 'bg' running"));
+        home.delete("bg");
     }
 }

@@ -25,7 +25,11 @@ pub(super) fn start(global: &Global, args: &StartArgs) -> Outcome {
             say(global, &format!("note: {note}"));
         }
     }
-    let pid = machines.inspect(&name)?.pid;
+    let after = machines.inspect(&name)?;
+    if !already {
+        warn_of_workload(global, &after);
+    }
+    let pid = after.pid;
     let how = if already {
         "already running"
     } else {
@@ -34,6 +38,17 @@ pub(super) fn start(global: &Global, args: &StartArgs) -> Outcome {
     let pid = pid.map_or_else(String::new, |pid| format!(" (PID: {pid})"));
     out(&format!("Machine '{name}' {how}{pid}\n"))?;
     Ok(0)
+}
+
+/// A machine runs although its workload cannot: that may be mended only from inside.
+fn warn_of_workload(global: &Global, machine: &MachineInfo) {
+    if let Some(error) = &machine.workload_error {
+        let error = printable(error);
+        say(
+            global,
+            &format!("warning: its workload does not run: {error}"),
+        );
+    }
 }
 
 pub(super) fn stop(global: &Global, args: &StopArgs) -> Outcome {
@@ -53,6 +68,7 @@ pub(super) fn restart(global: &Global, args: &StopArgs) -> Outcome {
     let name = args.name.resolve()?;
     machines.stop(&name, args.time)?;
     machines.start(&name)?;
+    warn_of_workload(global, &machines.inspect(&name)?);
     out(&format!("Restarted machine: {name}\n"))?;
     Ok(0)
 }

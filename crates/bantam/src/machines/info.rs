@@ -87,6 +87,8 @@ pub struct MachineInfo {
     pub entrypoint: Option<String>,
     /// The exit code of its workload, if that has ended since the last start.
     pub workload_exit: Option<u8>,
+    /// Why its workload could not be executed at the last start, if it could not.
+    pub workload_error: Option<String>,
 }
 
 /// What is the case, from most to least certain.
@@ -136,6 +138,7 @@ fn damaged(name: &MachineName, reason: String) -> MachineInfo {
         command: Vec::new(),
         entrypoint: None,
         workload_exit: None,
+        workload_error: None,
     }
 }
 
@@ -182,6 +185,10 @@ fn workload_reason(end: &WorkloadEnd) -> String {
     )
 }
 
+fn workload_error(end: &WorkloadEnd) -> Option<String> {
+    end.refused.as_ref().map(|refused| refused.message.clone())
+}
+
 fn compose(record: Record, seen: Seen) -> MachineInfo {
     let workload = record.spec.workload.unwrap_or_default();
     let mut info = MachineInfo {
@@ -204,6 +211,7 @@ fn compose(record: Record, seen: Seen) -> MachineInfo {
         command: workload.args,
         entrypoint: workload.entrypoint,
         workload_exit: None,
+        workload_error: None,
     };
     match seen {
         Seen::Running(status) => {
@@ -213,6 +221,7 @@ fn compose(record: Record, seen: Seen) -> MachineInfo {
             info.kernel_release = Some(status.kernel_release);
             info.started_at = Some(status.started_at);
             info.workload_exit = status.workload.as_ref().map(|end| end.exit_code);
+            info.workload_error = status.workload.as_ref().and_then(workload_error);
             info.state_reason = status.workload.as_ref().map(workload_reason);
         }
         Seen::Starting => info.state_reason = Some("it is being started".to_owned()),
@@ -224,7 +233,8 @@ fn compose(record: Record, seen: Seen) -> MachineInfo {
         Seen::Quiet(None) => {}
         Seen::Quiet(Some(run)) => {
             info.started_at = Some(run.started_at);
-            info.workload_exit = run.workload.map(|end| end.exit_code);
+            info.workload_exit = run.workload.as_ref().map(|end| end.exit_code);
+            info.workload_error = run.workload.as_ref().and_then(workload_error);
             let (state, reason) = match run.end {
                 None => (
                     MachineState::Failed,

@@ -146,8 +146,9 @@ impl Machines {
         made
     }
 
-    /// Starts a machine and returns when its agent answers. A machine that runs already is
-    /// connected to.
+    /// Starts a machine and returns when its agent answers and its workload runs. A machine that
+    /// runs already is connected to. A workload that cannot be executed does not keep the machine from
+    /// running: it may have to be mended from inside, and [`MachineInfo::workload_error`] says why.
     ///
     /// # Errors
     /// [`Error::NoSuchMachine`], or what kept it from booting; it does not run then.
@@ -160,15 +161,29 @@ impl Machines {
     /// # Errors
     /// As [`Machines::start`].
     pub fn start_within(&self, name: &MachineName, limit: Duration) -> Result<Machine, Error> {
+        Ok(self.start_to_work(name, limit)?.0)
+    }
+
+    /// As [`Machines::start_within`], and why the workload could not be executed, if it could not.
+    pub(crate) fn start_to_work(
+        &self,
+        name: &MachineName,
+        limit: Duration,
+    ) -> Result<(Machine, Option<Error>), Error> {
         let dir = self.dir(name);
         let timeline = Timeline::start();
         match dir.lock(|| running(&dir))? {
-            Locked::Instead(running) => self.attach(&dir, running, timeline),
+            Locked::Instead(running) => {
+                let refused = refused(&running);
+                Ok((self.attach(&dir, running, timeline)?, refused))
+            }
             Locked::Mine(lock) => {
                 // Before the start: a short workload may end the machine, and remove it.
                 let (record, image) = self.description(&dir)?;
                 let running = start::start(self, &dir, lock, limit)?;
-                Ok(attached_machine(&dir, record, image, running, timeline))
+                let refused = refused(&running);
+                let machine = attached_machine(&dir, record, image, running, timeline);
+                Ok((machine, refused))
             }
         }
     }
@@ -420,6 +435,12 @@ fn ended(dir: &MachineDir, request: &Request) -> Result<(Option<MachineLock>, bo
         Err(Error::NoSuchMachine { .. }) if ran => Ok((None, true)),
         Err(error) => Err(error),
     }
+}
+
+/// Why the workload of a machine that was started could not be executed.
+fn refused(running: &RunningStatus) -> Option<Error> {
+    let end = running.workload.as_ref()?;
+    end.refused.clone().map(Error::from)
 }
 
 fn attached_machine(

@@ -8,6 +8,7 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::ipc::RemoteError;
 use super::name::MachineName;
 use crate::Error;
 use crate::spec::Spec;
@@ -104,6 +105,9 @@ pub(crate) struct WorkloadEnd {
     /// For people, unless it exited by itself.
     #[serde(default)]
     pub(crate) reason: Option<String>,
+    /// Why it never ran: the guest could not execute it.
+    #[serde(default)]
+    pub(crate) refused: Option<RemoteError>,
 }
 
 impl WorkloadEnd {
@@ -113,7 +117,15 @@ impl WorkloadEnd {
             Ok(status) => (status.exit_code(), None),
             Err(error) => (error.exit_code(), Some(error.to_string())),
         };
-        Self { exit_code, reason }
+        let refused = match result {
+            Err(error @ Error::Start { .. }) => Some(RemoteError::new(error)),
+            _ => None,
+        };
+        Self {
+            exit_code,
+            reason,
+            refused,
+        }
     }
 }
 

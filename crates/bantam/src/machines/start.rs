@@ -22,8 +22,10 @@ use crate::machine::REQUEST_LIMIT;
 use crate::{Error, guest};
 
 /// How much longer than the guest its process may take to say how the boot went: what follows the
-/// boot has a time limit of its own.
-const MARGIN: Duration = REQUEST_LIMIT.saturating_add(Duration::from_secs(30));
+/// boot, a question to the agent and the start of the workload, has a time limit of its own.
+const MARGIN: Duration = REQUEST_LIMIT
+    .saturating_mul(2)
+    .saturating_add(Duration::from_secs(30));
 
 /// How long a process that could not start its machine may take to be gone.
 const EXIT_LIMIT: Duration = Duration::from_secs(5);

@@ -1,5 +1,6 @@
 //! What a named machine is for: started with it, written to its log, stopped before it.
 
+use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -69,7 +70,8 @@ impl RunningWorkload {
     }
 }
 
-/// Starts what the machine is for; a machine that is for nothing in particular waits for commands.
+/// Starts what the machine is for, and returns when the guest has executed it or its end is written
+/// down; a machine that is for nothing in particular waits for commands.
 pub(super) fn run(machine: &Machine, record: &Record, serving: &Arc<Serving>) -> Result<(), Error> {
     let Workload { args, entrypoint } = record.spec.workload.clone().unwrap_or_default();
     let exec = match machine.workload(&args, entrypoint.as_deref().map(AsRef::as_ref)) {
@@ -83,26 +85,40 @@ pub(super) fn run(machine: &Machine, record: &Record, serving: &Arc<Serving>) ->
     let signal = wanted.and_then(stop_signal::parse).unwrap_or(SIGTERM);
     let serving = Arc::clone(serving);
     let ends_machine = record.ephemeral || record.spec.stop_on_exit;
+    let (tell, known) = mpsc::sync_channel(1);
     thread::Builder::new()
         .name("workload".to_owned())
         .spawn(move || {
-            let result = follow(exec, signal, &log, &serving.workload);
+            let result = follow(exec, signal, &log, &serving.workload, || {
+                // There is room for one, and this is the one.
+                let _ = tell.send(());
+            });
             serving.workload.set(State::None);
             // The machine goes on if that cannot be written down; the log of the process tells.
             if let Err(error) = serving.workload_ended(WorkloadEnd::new(&result)) {
                 tracing::warn!(%error, "cannot record the end of the workload");
             }
+            drop(tell);
             if ends_machine {
                 serving.stop_after_workload();
             }
         })
-        .map(drop)
-        .map_err(Error::io("cannot start the thread for the workload"))
+        .map_err(Error::io("cannot start the thread for the workload"))?;
+    // Hung up by one that ended before it ran.
+    let _ = known.recv();
+    Ok(())
 }
 
-fn follow(exec: Exec, signal: u8, log: &Log, workload: &RunningWorkload) -> Result<Status, Error> {
+fn follow(
+    exec: Exec,
+    signal: u8,
+    log: &Log,
+    workload: &RunningWorkload,
+    runs: impl FnOnce(),
+) -> Result<Status, Error> {
     let running = exec.start()?;
     workload.set(State::Running(running.handle(), signal));
+    runs();
     let finished = running.pipe(&mut log.writer(), &mut log.writer())?;
     Ok(finished.status)
 }
