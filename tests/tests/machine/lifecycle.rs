@@ -1,6 +1,7 @@
 //! A machine's life: started, stopped, changed, started again.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -9,6 +10,47 @@ use bantam::Confinement;
 use bantam_e2e::{Running, TestHome, skip, tests_with_home};
 
 use crate::rules::assert_private;
+
+/// A few MiB, where a home has its machines.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn mount(home: &TestHome) -> Option<Self> {
+        let at = home.path().join("machines");
+        fs::create_dir_all(&at).unwrap();
+        let mut mount = Command::new("mount");
+        let mount = mount
+            .args(["-t", "tmpfs", "-o", "size=8m,mode=700", "small"])
+            .arg(&at);
+        mount.status().unwrap().success().then_some(Self(at))
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.0.join("filler")
+    }
+
+    /// Leaves no room at all.
+    fn fill(&self) {
+        let mut file = File::create(self.filler()).unwrap();
+        let error = loop {
+            if let Err(error) = file.write_all(&[1; 4096]) {
+                break error;
+            }
+        };
+        assert_eq!(error.kind(), ErrorKind::StorageFull, "{error}");
+    }
+
+    fn empty(&self) {
+        fs::remove_file(self.filler()).unwrap();
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        // What stays mounted fails the test: the home looks.
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
 
 tests_with_home! {
     fn a_machine_keeps_what_it_wrote_until_it_is_deleted(home) {
@@ -90,6 +132,26 @@ tests_with_home! {
             assert_eq!(home.sh("m", "cat /root/how"), format!("{how}\n"));
             home.ok(["stop", "-n", "m"]);
         }
+        home.delete("m");
+    }
+
+    fn a_stop_on_a_full_disk_of_the_host_is_no_crash(home) {
+        let Some(full) = SmallDisk::mount(&home) else {
+            return skip("a_stop_on_a_full_disk_of_the_host_is_no_crash", "mounting needs root");
+        };
+        home.started("m", &[]);
+        full.fill();
+        assert_eq!(home.ok(["stop", "-n", "m"]), "Stopped machine: m\n");
+        let machine = home.find("m").unwrap();
+        assert_eq!(machine["state"], "stopped", "{machine}");
+        assert_eq!(machine["state_reason"], "it was stopped", "{machine}");
+        home.wait_for_no_process();
+        full.empty();
+        // The next end has its room again.
+        home.ok(["start", "-n", "m"]);
+        full.fill();
+        home.ok(["stop", "-n", "m"]);
+        assert_eq!(home.state("m"), "stopped");
         home.delete("m");
     }
 

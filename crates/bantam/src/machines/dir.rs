@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `machine.json` | the machine's [`Record`] |
 //! | `run.json` | its [`LastRun`] |
+//! | `run.room` | room for the end of that on a full disk |
 //! | `lock` | held by whoever may change the machine; by its process while it runs |
 //! | `control.sock` | the control socket of its process |
 //! | `disk.ext4` | what it wrote |
@@ -115,6 +116,23 @@ impl MachineDir {
 
     pub(super) fn write_last_run(&self, run: &LastRun) -> Result<(), Error> {
         record::write(&self.path.join("run.json"), run)
+    }
+
+    /// As [`MachineDir::write_last_run`], for the first and the last time in a run: the first keeps room
+    /// on the host's disk for the last, so that a stop on a full disk is not taken for a crash.
+    pub(super) fn write_start(&self, run: &LastRun) -> Result<(), Error> {
+        self.write_last_run(run)?;
+        let path = self.path.join("run.json");
+        if let Err(error) = record::keep_room(&path) {
+            // A machine that runs may be what makes room.
+            tracing::warn!(%error, path = %path.display(), "cannot keep room");
+        }
+        Ok(())
+    }
+
+    /// See [`MachineDir::write_start`].
+    pub(super) fn write_end(&self, run: &LastRun) -> Result<(), Error> {
+        record::write_last(&self.path.join("run.json"), run)
     }
 
     pub(super) fn not_found(&self) -> Error {

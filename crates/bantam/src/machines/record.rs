@@ -178,6 +178,58 @@ pub(crate) fn write(path: &Path, value: &impl Serialize) -> Result<(), Error> {
     sync_parent(path).map_err(failed)
 }
 
+/// A file of this name and length keeps room for [`write_last`].
+const ROOM: &str = "room";
+const ROOM_LEN: usize = 64 << 10;
+
+/// Keeps room beside our file at `path` for one [`write_last`], on the host's disk.
+pub(crate) fn keep_room(path: &Path) -> io::Result<()> {
+    let room = path.with_extension(ROOM);
+    if fs::metadata(&room).is_ok_and(|kept| kept.len() == ROOM_LEN as u64) {
+        return Ok(());
+    }
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&room)?;
+    (file.write_all(&vec![0; ROOM_LEN]))
+        .and_then(|()| file.sync_all())
+        .inspect_err(|_| {
+            // What there is of it may be what others miss.
+            let _ = fs::remove_file(&room);
+        })
+}
+
+/// As [`write`]; if there is no room, in that which was kept.
+pub(crate) fn write_last(path: &Path, value: &impl Serialize) -> Result<(), Error> {
+    let written = write(path, value);
+    if written.is_ok() {
+        return written;
+    }
+    let bytes = serde_json::to_vec(value).unwrap_or_default();
+    if bytes.is_empty() || bytes.len() > ROOM_LEN {
+        return written;
+    }
+    match write_into_room(path, &bytes) {
+        Ok(()) => Ok(()),
+        // What kept the file from being written says more.
+        Err(_) => written,
+    }
+}
+
+/// Over what is there: that needs no room, unless the host's file system copies on write.
+fn write_into_room(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let room = path.with_extension(ROOM);
+    let mut file = OpenOptions::new().write(true).open(&room)?;
+    file.write_all(bytes)?;
+    file.set_len(bytes.len() as u64)?;
+    file.sync_all()?;
+    fs::rename(&room, path)?;
+    sync_parent(path)
+}
+
 /// Makes a name in a directory, or its absence, last.
 pub(crate) fn sync_parent(path: &Path) -> io::Result<()> {
     match path.parent() {
@@ -194,9 +246,10 @@ mod tests {
 
     fn names(dir: &Path) -> Vec<String> {
         let entries = fs::read_dir(dir).unwrap();
-        entries
-            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-            .collect()
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        names
     }
 
     #[test]
@@ -251,5 +304,48 @@ mod tests {
         assert_eq!(left, ["run.json"]);
         assert_eq!(kept.unwrap(), Some("old".to_owned()));
         small.unwrap();
+    }
+
+    fn run(reason: &str) -> LastRun {
+        LastRun {
+            pid: 7,
+            started_at: 1,
+            end: Some(End::now(EndKind::Stopped, reason.to_owned(), Vec::new())),
+            workload: None,
+        }
+    }
+
+    fn reason(path: &Path) -> String {
+        read::<LastRun>(path).unwrap().unwrap().end.unwrap().reason
+    }
+
+    #[test]
+    fn the_last_word_is_written_in_the_room_that_was_kept_and_takes_no_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run.json");
+        write(&path, &run("first")).unwrap();
+        keep_room(&path).unwrap();
+        // There is room: what was kept stays.
+        write_last(&path, &run("second")).unwrap();
+        assert_eq!(reason(&path), "second");
+        assert_eq!(names(dir.path()), ["run.json", "run.room"]);
+        write_into_room(&path, &serde_json::to_vec(&run("third")).unwrap()).unwrap();
+        assert_eq!(reason(&path), "third");
+        assert_eq!(names(dir.path()), ["run.json"]);
+        // The next run keeps room again.
+        keep_room(&path).unwrap();
+        let kept = fs::metadata(dir.path().join("run.room")).unwrap();
+        assert_eq!(kept.len(), ROOM_LEN as u64);
+    }
+
+    #[test]
+    fn without_room_it_is_said_why_nothing_was_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let gone = dir.path().join("gone/run.json");
+        let error = write_last(&gone, &run("x")).unwrap_err();
+        assert!(
+            matches!(error, Error::State { what: "write", .. }),
+            "{error}"
+        );
     }
 }

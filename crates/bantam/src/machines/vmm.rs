@@ -170,7 +170,7 @@ impl VmmProcess {
                 serving.ended(cause, local.console());
             }
         }
-        let written = serving.dir.write_last_run(&serving.lock_run());
+        let written = serving.dir.write_end(&serving.lock_run());
         serving.dir.unlisten();
         let removed = serving.remove_ephemeral(self.lock);
         started.map(drop).and(written).and(removed)
@@ -181,7 +181,7 @@ impl VmmProcess {
         let serving = &self.serving;
         let record = serving.dir.record()?;
         let listener = serving.dir.listen()?;
-        serving.dir.write_last_run(&serving.lock_run())?;
+        serving.dir.write_start(&serving.lock_run())?;
         accept(listener, serving)?;
         self.exit_with_the_starter(answered)?;
         let (local, machine) = self.boot(&record)?;
@@ -420,7 +420,7 @@ impl Serving {
         let mut run = self.lock_run();
         run.end = Some(End::now(EndKind::Stopped, reason.to_owned(), Vec::new()));
         // If it cannot be written down, the machine shows as killed, which is as true.
-        let _ = self.dir.write_last_run(&run);
+        let _ = self.dir.write_end(&run);
         self.dir.unlisten();
         drop(run);
         if let Ok(record) = self.dir.record()
