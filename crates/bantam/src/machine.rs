@@ -24,8 +24,9 @@ use crate::{Error, Exec, GuestStats, Home, MachineBuilder, MachineInfo, Machines
 pub(crate) const REQUEST_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long after the guest has hung up its machine's end is waited for: longer than a guest that
-/// halts has ([`Local`](crate::local::Local)).
-const END_LIMIT: Duration = Duration::from_secs(3);
+/// halts has ([`Local`](crate::local::Local)), and than an emulated kernel on a busy host takes to say why it
+/// panics. A machine that is still there then has lost its agent only.
+const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// A running machine.
 ///
