@@ -200,11 +200,13 @@ fn changed_network(was: &NetworkConfig, is: &NetworkConfig) -> Vec<String> {
     }
     let words = |network: &NetworkConfig| {
         let policy = &network.policy;
+        // With an allow rule it may reach what the rules name, and nothing else.
+        let public = policy.enabled && !policy.is_restricted();
         let flag = |set: bool, word: &str| -> Vec<String> {
             set.then(|| word.to_owned()).into_iter().collect()
         };
         [
-            ("may reach", flag(policy.enabled, "public addresses")),
+            ("may reach", flag(public, "public addresses")),
             ("may reach", flag(policy.allow_private, "private addresses")),
             ("may reach", flag(policy.allow_host_loopback, "this host")),
             ("allowed host", list(&policy.allow_hosts)),
@@ -284,5 +286,16 @@ mod tests {
             ]
         );
         assert!(change(&is, &is).is_empty());
+        // Who may reach something named may not reach all there is.
+        let isolated = NetworkConfig::isolated();
+        let named = isolated.clone().allow_host("a.example").unwrap();
+        assert_eq!(change(&isolated, &named), ["allowed host: a.example"]);
+        assert_eq!(
+            change(&NetworkConfig::public(), &named),
+            [
+                "removed may reach: public addresses",
+                "allowed host: a.example"
+            ]
+        );
     }
 }

@@ -197,6 +197,11 @@ fn without_kick(mask: &libc::sigset_t) -> [u8; KERNEL_SIGSET_LEN as usize] {
 
 /// Takes all pending kick signals off the calling thread's queue. There is at most one of ours.
 fn drain() {
+    while take() {}
+}
+
+/// Takes a pending kick signal off the calling thread's queue; false if there is none.
+fn take() -> bool {
     let set = kick_set();
     let zero = libc::timespec {
         tv_sec: 0,
@@ -204,7 +209,8 @@ fn drain() {
     };
     // SAFETY: both arguments are initialised, and no signal information is asked for. The signal
     // is blocked on this thread. A zero timeout makes the call return at once.
-    while unsafe { libc::sigtimedwait(&raw const set, ptr::null_mut(), &raw const zero) } > 0 {}
+    let taken = unsafe { libc::sigtimedwait(&raw const set, ptr::null_mut(), &raw const zero) };
+    taken == kick_signal()
 }
 
 #[cfg(test)]
@@ -243,14 +249,7 @@ mod tests {
             kicker.kick();
             start.elapsed()
         });
-        let zero = libc::timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        let set = kick_set();
-        // SAFETY: as in `drain`.
-        let taken = unsafe { libc::sigtimedwait(&raw const set, ptr::null_mut(), &raw const zero) };
-        assert_eq!(taken, kick_signal());
+        assert!(take());
         assert!(waited >= Duration::from_millis(40), "{waited:?}");
         // SAFETY: `before` is an initialised set.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut()) };
