@@ -165,6 +165,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
 
     use super::*;
+    use crate::testing::names;
 
     const GIB: u64 = 1 << 30;
 
@@ -182,11 +183,6 @@ mod tests {
 
     fn reason(error: &Error) -> String {
         format!("{error}: {}", error.source().unwrap())
-    }
-
-    fn names(dir: &Path) -> Vec<std::ffi::OsString> {
-        let entries = std::fs::read_dir(dir).unwrap();
-        entries.map(|entry| entry.unwrap().file_name()).collect()
     }
 
     #[test]

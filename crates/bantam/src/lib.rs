@@ -47,6 +47,8 @@ mod network;
 mod spec;
 mod started;
 mod status;
+#[cfg(test)]
+mod testing;
 mod transfer;
 mod watch;
 mod wire;

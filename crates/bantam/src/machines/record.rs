@@ -243,14 +243,7 @@ mod tests {
     use std::process::Command;
 
     use super::*;
-
-    fn names(dir: &Path) -> Vec<String> {
-        let entries = fs::read_dir(dir).unwrap();
-        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        let mut names: Vec<_> = names.collect();
-        names.sort();
-        names
-    }
+    use crate::testing::names;
 
     #[test]
     fn a_write_that_fails_leaves_the_old_file_and_nothing_beside_it() {

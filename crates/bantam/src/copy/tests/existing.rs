@@ -9,6 +9,7 @@ use rustix::fs::{CWD, mkfifoat};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
 use super::*;
+use crate::testing::names;
 
 const CONTENT: &str = "content";
 
@@ -41,15 +42,6 @@ fn by_descriptor(fd: &impl AsRawFd) -> PathBuf {
 
 fn make_fifo(path: &Path) {
     mkfifoat(CWD, path, Mode::RUSR | Mode::WUSR).unwrap();
-}
-
-fn names(dir: &Path) -> Vec<String> {
-    let mut names: Vec<_> = fs::read_dir(dir)
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    names
 }
 
 #[test]
